@@ -1,0 +1,11 @@
+"""kvlab: a lab bench for the KV cache of language models. See what a cache strategy costs, and what it breaks."""
+
+from kvlab import keep, place, store
+from kvlab.attention import attach, detach
+from kvlab.cache import KVCache
+from kvlab.errors import UnsupportedModel
+from kvlab.memory import Memory
+from kvlab.strategy import Strategy
+
+__version__ = "0.1.0"
+__all__ = ["KVCache", "Memory", "Strategy", "UnsupportedModel", "attach", "detach", "keep", "place", "store"]

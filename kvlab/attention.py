@@ -1,0 +1,310 @@
+"""The one attention function: it reads a cache layer through its store, under transformers' own mask rule.
+
+``attach(model)`` puts it on a model. ``KVCache.update`` hands the model a :class:`Handle` in place of keys and values; it arrives here
+untouched. Scores are taken block by block over the stored tokens, for a block of queries at a time, so neither a dense copy of the
+history nor a queries x keys matrix of the whole prompt is ever held, and the heads of a GQA group share one read of their key.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvlab.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from kvlab.cache import Layer
+
+NAME = "kvlab"
+SCORE_NUMBERS = 1 << 22  # float32 scores held at a time: 16 MB; longer prompts take their queries in smaller blocks
+
+
+class Handle:
+    """Stands for a layer's keys or values between the cache and the attention function. Any other use is an unsupported model."""
+
+    __slots__ = ("layer",)
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedModel(_TOUCHED.format(f"the attribute '{name}' of the keys or values"))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise UnsupportedModel(_TOUCHED.format(f"torch's {getattr(func, '__name__', func)} on the keys or values"))
+
+    def __getitem__(self, item: Any) -> Any:
+        raise UnsupportedModel(_TOUCHED.format("a slice of the keys or values"))
+
+
+_TOUCHED = (
+    "this model's attention uses {} between the cache and attention; kvlab can only serve models that pass them on untouched. "
+    "Use transformers' own DynamicCache for it; kvlab.geometry still knows its sizes."
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the registered mask function returns: the model's own rule, and the padding.
+
+    ``allowed(b, h, query_column, key_column)`` works on broadcastable int64 tensors. ``padding``: bool ``[B, columns]``, True for
+    real tokens, or None where there is none. ``arguments`` are transformers', for attention without one of our caches.
+    """
+
+    allowed: Callable[..., Any]
+    padding: Tensor | None
+    arguments: dict[str, Any] = field(repr=False)
+
+    @property
+    def causal(self) -> bool:
+        """The rule is plain causality: every stored token is visible to every new query."""
+        return self.allowed is causal_mask_function
+
+
+def mask(**arguments: Any) -> Rule:
+    """transformers' mask interface: keep the rule, build nothing."""
+    padding = arguments.get("attention_mask")
+    if padding is not None:
+        columns = arguments["kv_length"] + arguments["kv_offset"]
+        if padding.shape[-1] != columns:
+            raise ValueError(
+                f"the attention mask has {padding.shape[-1]} columns, but the cache has seen {columns - arguments['q_length']} tokens and "
+                f"{arguments['q_length']} are new (allowed: {columns}). If the old prompt was passed again with a used cache, pass the new "
+                "tokens only, or reset() the cache."
+            )
+        padding = padding.bool()
+        if bool(padding.all()):
+            padding = None
+    return Rule(arguments["mask_function"], padding, arguments)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface. ``query`` ``[B, Hq, Q, D]`` -> ``[B, Q, Hq, Dv]``, no weights.
+
+    Understands ``softcap`` and ``s_aux`` (attention sinks as parameters). Without a kvlab cache it is transformers' SDPA.
+    """
+    if not isinstance(key, Handle):
+        return _plain(module, query, key, value, attention_mask, scaling, dropout, **options)
+    if not isinstance(attention_mask, Rule):
+        raise UnsupportedModel(
+            f"{type(module).__name__} brings a mask of its own ({type(attention_mask).__name__}); kvlab needs the rule behind it. "
+            "Pass a 2-D attention mask (1 for real tokens, 0 for padding)."
+        )
+    if dropout:
+        raise ValueError(f"dropout={dropout} with a KV cache: call model.eval() first (allowed: 0.0)")
+    if options.get("position_bias") is not None:
+        raise UnsupportedModel(f"{type(module).__name__} adds a position bias to its scores, which kvlab does not know yet")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = key.layer.attend(query, attention_mask, scale, options.get("softcap"), options.get("s_aux"))
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _plain(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Any, scaling: Any, dropout: float, **options: Any) -> Any:
+    """No cache, or another library's: transformers' own way with the mask it would have built."""
+    eager = options.get("softcap") is not None or options.get("s_aux") is not None
+    if eager:
+        raise UnsupportedModel(f"{type(module).__name__} with soft-capping or sinks needs a kvlab cache while kvlab is attached; call kvlab.detach(model)")
+    built = sdpa_mask(**rule.arguments) if isinstance(rule, Rule) else rule
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, built, dropout=dropout, scaling=scaling, **options)
+
+
+def attend(
+    layer: Layer,
+    query: Tensor,
+    rule: Rule,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, int]:
+    """Attention of ``query`` ``[B, Hq, Q, D]`` over the layer's stored tokens and the new ones it holds.
+
+    Returns the output ``[B, Hq, Q, Dv]``, the mass each key received (float32 ``[B, Hk, stored + new]``, summed over queries and over
+    the query heads that share it) if the layer asks for it, and the bytes of scratch at the largest moment.
+    """
+    store, new_keys, new_values = layer.store, layer.new_keys, layer.new_values
+    assert new_keys is not None and new_values is not None
+    b, hq, q_len, d = query.shape
+    hk, stored, new = new_keys.shape[1], len(store), new_keys.shape[2]
+    group = hq // hk
+    watch = layer.watch
+    if not stored and rule.causal and rule.padding is None and not layer.wants_mass and watch is None and softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(query, new_keys, new_values, is_causal=q_len > 1, scale=scale, enable_gqa=group > 1)
+        return out, None, 0
+
+    total = stored + new
+    mass = torch.zeros((b, hk, total), dtype=torch.float32, device=query.device) if layer.wants_mass else None
+    out = query.new_empty((b, hq, q_len, new_values.shape[3]))
+    rows = max(1, min(q_len, SCORE_NUMBERS // max(1, b * hq * total)))
+    grouped = query.reshape(b, hk, group, q_len, d)
+    scratch = 0
+    for first in range(0, q_len, rows):
+        last = min(first + rows, q_len)
+        # under plain causality the keys that come after this block of queries need no score at all
+        fresh = new - (q_len - last) if rule.causal else new
+        part = grouped[:, :, :, first:last].reshape(b, hk, group * (last - first), d)
+        scores = torch.empty((b, hk, group * (last - first), stored + fresh), dtype=torch.float32, device=query.device)
+        for start, stop in store.blocks():
+            scores[..., start:stop] = store.score(part, start, stop)
+        scores[..., stored:] = part @ new_keys[:, :, :fresh].transpose(-1, -2)
+        scores *= scale
+        if softcap is not None:
+            scores = torch.tanh_(scores.div_(softcap)).mul_(softcap)
+        shaped = scores.view(b, hk, group, last - first, stored + fresh)
+        hidden = _hidden(layer, rule, q_len, first, last, fresh)
+        if hidden is not None:
+            shaped.masked_fill_(hidden, float("-inf"))
+        weights = _softmax(shaped, sinks)
+        if rule.padding is not None:
+            weights = weights.nan_to_num_(0.0)  # a padded query sees nothing
+        scratch = max(scratch, 2 * scores.nbytes)
+        if mass is not None:
+            mass[..., : stored + fresh] += weights.sum((2, 3))
+        if watch is not None:
+            watch.take(layer, weights, q_len, first, last)
+        flat = weights.view(b, hk, group * (last - first), stored + fresh)
+        mixed = flat[..., stored:].to(new_values.dtype) @ new_values[:, :, :fresh]
+        if stored:
+            mixed = mixed.float()
+        for start, stop in store.blocks():
+            mixed += store.mix(flat[..., start:stop], start, stop)
+        out[:, :, first:last] = mixed.view(b, hk, group, last - first, -1).reshape(b, hq, last - first, -1)
+    return out, mass, scratch
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the last dim of ``[B, Hk, G, Q, n]``; learned ``sinks`` ``[Hq]`` join the denominator and take no value."""
+    if sinks is None:
+        return scores.softmax(-1)
+    b, hk, group, q, _ = scores.shape
+    column = sinks.float().view(1, hk, group, 1, 1).expand(b, hk, group, q, 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
+
+
+def _hidden(layer: Layer, rule: Rule, q_len: int, first: int, last: int, fresh: int) -> Tensor | None:
+    """True where a key must not be seen: bool, broadcastable to ``[B, Hk, G, queries, keys]``; None where all may be seen."""
+    if rule.causal and rule.padding is None and last - first == 1:
+        return None
+    seen = layer.seen
+    new = torch.arange(seen - q_len, seen - q_len + fresh, device=layer.shape.device)
+    columns = layer.columns_with(new)  # [b, h, n]
+    queries = torch.arange(seen - q_len + first, seen - q_len + last, device=columns.device).view(1, 1, -1, 1)
+    keys = columns.unsqueeze(2)
+    b = torch.arange(max(layer.shape.batch, 1), device=columns.device).view(-1, 1, 1, 1)
+    h = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=columns.device)
+    if rule.causal:
+        hidden = keys > queries
+    else:
+        allowed = rule.allowed(b, h, queries, keys)
+        hidden = ~(allowed if isinstance(allowed, Tensor) else torch.tensor(allowed, device=columns.device))
+    if rule.padding is not None:
+        hidden = hidden | ~_gather_padding(rule.padding, columns).unsqueeze(2)
+    return hidden.unsqueeze(2)
+
+
+def _gather_padding(padding: Tensor, columns: Tensor) -> Tensor:
+    """``padding`` ``[B, columns]`` at ``columns`` ``[b, h, n]`` -> bool ``[B, h, n]``."""
+    rows, heads = padding.shape[0], columns.shape[1]
+    return padding.unsqueeze(1).expand(-1, heads, -1).gather(2, columns.expand(rows, -1, -1))
+
+
+@dataclass
+class Watch:
+    """Records one query head's attention, pooled so that any length fits a picture: mean weight by query bin and key bin.
+
+    ``tokens``: how many columns the picture spans. ``bins``: its side at most. Row 0 of a batch is recorded.
+    """
+
+    layer: int
+    head: int
+    tokens: int
+    bins: int = 256
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1 or self.bins < 1:
+            raise ValueError(f"Watch: tokens={self.tokens} and bins={self.bins} must be at least 1")
+        self.bins = min(self.bins, self.tokens)
+        self.weight = torch.zeros(self.bins, self.bins)
+        self.held = torch.zeros(self.bins, self.bins)  # how many keys a bin could still see, summed over its queries
+        self.queries = torch.zeros(self.bins)
+        self.sink_weight = 0.0
+
+    def take(self, layer: Layer, weights: Tensor, q_len: int, first: int, last: int) -> None:
+        hk, group, n = weights.shape[1], weights.shape[2], weights.shape[4]
+        if not 0 <= self.head < hk * group:
+            raise ValueError(f"Watch: head={self.head} is out of range (allowed: 0 to {hk * group - 1})")
+        own = weights[0, self.head // group, self.head % group].float().cpu()
+        start = layer.seen - q_len
+        columns = layer.columns_with(torch.arange(start, start + n - len(layer.store), device=weights.device))
+        columns = columns[0, self.head // group if columns.shape[1] > 1 else 0].cpu()
+        queries = torch.arange(start + first, start + last)
+        self.sink_weight += float(own[:, columns < self.sinks].sum())
+        keys, rows = self._bin(columns), self._bin(queries)
+        self.weight.index_add_(0, rows, torch.zeros(len(queries), self.bins).index_add_(1, keys, own))
+        seen = (columns[None] <= queries[:, None]).float()
+        self.held.index_add_(0, rows, torch.zeros(len(queries), self.bins).index_add_(1, keys, seen))
+        self.queries.index_add_(0, rows, torch.ones(len(queries)))
+
+    def _bin(self, columns: Tensor) -> Tensor:
+        return (columns * self.bins // self.tokens).clamp(0, self.bins - 1).long()
+
+    def picture(self) -> tuple[Tensor, Tensor]:
+        """Mean weight ``[bins, bins]`` (query, key), NaN where nothing was recorded, and where every key had been evicted (bool)."""
+        mean = self.weight / self.queries[:, None]
+        causal = torch.ones(self.bins, self.bins).tril().bool()
+        return mean, causal & (self.held == 0) & (self.queries[:, None] > 0)
+
+    @property
+    def sink_share(self) -> float:
+        """Share of all recorded attention that went to the first ``sinks`` tokens."""
+        return self.sink_weight / max(float(self.queries.sum()), 1.0)
+
+
+_before: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
+def attach(model: nn.Module) -> None:
+    """Put kvlab's attention on a loaded transformers model. Doing it twice is harmless; :func:`detach` undoes it.
+
+    Raises:
+        UnsupportedModel: the architecture does not take an attention function from outside.
+    """
+    if model in _before:
+        return
+    able = getattr(type(model), "_can_set_attn_implementation", None)
+    if able is None or not able():
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not take an attention function from outside (looked for transformers' attention interface); "
+            "use one of the architectures in the README's table"
+        )
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    _before[model] = before
+
+
+def detach(model: nn.Module) -> None:
+    """Give the model back the attention it had before :func:`attach`."""
+    before = _before.pop(model, None)
+    if before is not None:
+        model.set_attn_implementation(before)  # type: ignore[operator]

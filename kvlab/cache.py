@@ -1,0 +1,366 @@
+"""KVCache: a transformers Cache whose layers keep, store and place tokens as a Strategy says."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvlab import attention
+from kvlab.buffer import Buffer
+from kvlab.errors import UnsupportedModel
+from kvlab.keep.base import PROTECTED, Held
+from kvlab.memory import Memory, Part
+from kvlab.store.base import LayerShape, StoreState
+from kvlab.strategy import Strategy
+
+
+class Layer(CacheLayerMixin):
+    """One layer of the cache. transformers calls :meth:`update`, then attention calls :meth:`attend`, once a step each.
+
+    The new tokens stay apart, in full precision, until attention is done: so a prompt attends to itself exactly, the keep chooses
+    among all of them, and only survivors are written down.
+    """
+
+    is_croppable = True
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+    store: StoreState
+    shape: LayerShape
+
+    def __init__(self, cache: KVCache, number: int) -> None:
+        super().__init__()
+        self._cache = weakref.ref(cache)  # no circle: a dropped cache frees its memory at once
+        self.number = number
+        self.reset()
+
+    @property
+    def cache(self) -> KVCache:
+        cache = self._cache()
+        if cache is None:
+            raise RuntimeError("the KVCache of this layer is gone: keep a reference to the cache while the model runs")
+        return cache
+
+    # transformers' side
+
+    def reset(self) -> None:
+        self.seen = 0  # tokens seen, padding included; positions and masks hang on it, not on what is stored
+        self.evicted = False
+        self.new_keys: Tensor | None = None
+        self.new_values: Tensor | None = None
+        self.columns, self.mass = Buffer("columns", shared=True), Buffer("evidence")
+        self.padding: Tensor | None = None
+        self.is_initialized = False
+        self.held_bytes = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        b, h, _, dk = key_states.shape
+        layers = len(self.cache.layers)
+        self.shape = LayerShape(self.number, layers, b, h, dk, value_states.shape[3], key_states.dtype, key_states.device)
+        self.store = self.cache.strategy.store.state(self.shape)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.new_keys is not None:
+            raise UnsupportedModel(
+                f"layer {self.number} was updated twice without attention in between; the model reads its cache in a way kvlab does not "
+                "know. Use transformers' own DynamicCache for it."
+            )
+        if key_states.shape[0] != self.shape.batch:
+            raise ValueError(
+                f"the batch has {key_states.shape[0]} rows, but this cache holds {self.shape.batch} (allowed: {self.shape.batch}, or reset() first)"
+            )
+        if key_states.dtype != self.shape.dtype or key_states.device != self.shape.device:
+            raise ValueError(
+                f"keys are {key_states.dtype} on {key_states.device}, but this cache holds {self.shape.dtype} on {self.shape.device}"
+            )
+        self.cache.place.fetch(self.number)
+        self.new_keys, self.new_values = key_states, value_states
+        self.seen += key_states.shape[2]
+        handle = attention.Handle(self)
+        return handle, handle
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the newest tokens: ``tokens_to_remove`` is 0 or negative, as transformers calls it; more than there are empties the layer."""
+        drop = min(abs(tokens_to_remove), self.seen)
+        if not drop:
+            return
+        if self.evicted:
+            raise RuntimeError(
+                f"crop({tokens_to_remove}) after eviction: the tokens that would be needed again are gone. Use keep.Everything() where "
+                "drafts are taken back (assisted decoding), or reset() the cache."
+            )
+        with self.at_hand():
+            self.seen -= drop
+            self.store.truncate(self.seen)
+            if len(self.mass):
+                raise RuntimeError("crop with a keep that has collected evidence: what the dropped queries added cannot be taken back")
+            if self.padding is not None:
+                self.padding = self.padding[:, : self.seen]
+
+    def batch(self, change: Callable[[Tensor], Tensor], rows: int) -> None:
+        """Apply a change of the batch to everything that is kept."""
+        if not self.is_initialized:
+            return
+        with self.at_hand():
+            for buffer in self.buffers():
+                buffer.batch(change)
+            if self.padding is not None:
+                self.padding = change(self.padding)
+            self.shape = self.store.shape = LayerShape(**{**self.shape.__dict__, "batch": rows})
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch(lambda x: x.index_select(0, beam_idx.to(x.device)), len(beam_idx))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.batch(lambda x: x.repeat_interleave(repeats, 0), self.shape.batch * repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.batch(lambda x: x[indices.to(x.device)], int(indices.sum()) if indices.dtype == torch.bool else len(indices))
+
+    # attention's side
+
+    @property
+    def wants_mass(self) -> bool:
+        return "mass" in self.cache.strategy.keep.needs
+
+    @property
+    def watch(self) -> attention.Watch | None:
+        return self.cache.watching.get(self.number)
+
+    def columns_with(self, new: Tensor) -> Tensor:
+        """Columns of the stored tokens and of ``new`` ones -> int64 ``[b, h, stored + new]``."""
+        if not len(self.columns):
+            stored = torch.arange(len(self.store), device=new.device).view(1, 1, -1)
+        else:
+            stored = self.columns.view().long()
+        return torch.cat([stored, new.expand(*stored.shape[:2], -1)], 2)
+
+    def attend(self, query: Tensor, rule: attention.Rule, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
+        """Attention for the tokens handed to :meth:`update`; afterwards they are judged and written down."""
+        if self.new_keys is None or self.new_values is None:
+            raise UnsupportedModel(
+                f"layer {self.number} was read twice after one update (layers that share keys and values); use DynamicCache for this model"
+            )
+        self.padding = rule.padding
+        out, mass, scratch = attention.attend(self, query, rule, scale, softcap, sinks)
+        before, incoming = self.held_bytes, self.new_keys.nbytes + self.new_values.nbytes
+        self._commit(mass)
+        self.cache.place.release(self.number)
+        self.cache.note(self, before, incoming, scratch)
+        return out
+
+    def _commit(self, mass: Tensor | None) -> None:
+        keys, values, keep = self.new_keys, self.new_values, self.cache.strategy.keep
+        assert keys is not None and values is not None
+        self.new_keys = self.new_values = None
+        stored, new = len(self.store), keys.shape[2]
+        if mass is not None:
+            if len(self.mass):
+                mass[..., :stored] += self.mass.view()
+            self.mass.set(mass)
+        limit = keep.limit()
+        if limit is None or stored + new <= limit:
+            if len(self.columns):
+                self._append_columns(new)
+            self.store.append(keys, values)
+        else:
+            self._evict(keys, values, limit)
+        self.store.settle()
+
+    def _append_columns(self, new: int) -> None:
+        fresh = torch.arange(self.seen - new, self.seen, device=self.shape.device, dtype=torch.int32)
+        self.columns.append(fresh.expand(*self.columns.shape[:2], -1))
+
+    def _evict(self, keys: Tensor, values: Tensor, limit: int) -> None:
+        """Write down the new tokens and keep the ``limit`` most worthy of all. A prompt is judged before anything is copied."""
+        new = keys.shape[2]
+        columns = self.columns_with(torch.arange(self.seen - new, self.seen, device=keys.device))
+        priority = self._priority(columns)
+        frozen = self.store.frozen
+        index = survivors(priority, limit, frozen)
+        if index is None:
+            self.store.thaw()
+            index = survivors(priority, limit, 0)
+            assert index is not None
+        if len(self.store):
+            self.store.append(keys, values)
+            self.store.select(index)
+        else:
+            self.store.append(_take(keys, index), _take(values, index))
+        self.columns.set(columns.expand(*index.shape[:2], -1).gather(2, index).int())
+        if len(self.mass):
+            self.mass.select(index)
+        self.evicted = True
+
+    def _priority(self, columns: Tensor) -> Tensor:
+        if self.padding is None:
+            positions = columns
+        else:
+            count = self.padding.long().cumsum(1) - 1
+            at = columns.expand(self.padding.shape[0], -1, -1)
+            real = attention._gather_padding(self.padding, columns)
+            positions = count.unsqueeze(1).expand(-1, at.shape[1], -1).gather(2, at).masked_fill(~real, -1)
+        held = Held(columns, positions, self.seen, self.mass.view() if len(self.mass) else None)
+        priority = self.cache.strategy.keep.priority(held)
+        return priority.masked_fill(positions < 0, -PROTECTED)
+
+    # the lab's side
+
+    def buffers(self) -> list[Buffer]:
+        """Everything that holds bytes between two steps."""
+        return [*self.store.buffers(), self.columns, self.mass] if self.is_initialized else []
+
+    def at_hand(self) -> _AtHand:
+        """``with layer.at_hand():`` has the layer's bytes on the compute device."""
+        return _AtHand(self)
+
+    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values ``[B, H, n, D]`` as attention sees them, and their columns ``[b, h, n]``. A copy, for tests and figures."""
+        with self.at_hand():
+            keys, values = self.store.dense()
+            none = torch.empty(0, dtype=torch.int64, device=keys.device)
+            return keys.clone(), values.clone(), self.columns_with(none)
+
+
+class _AtHand:
+    def __init__(self, layer: Layer) -> None:
+        self.layer = layer
+
+    def __enter__(self) -> None:
+        self.layer.cache.place.fetch(self.layer.number)
+
+    def __exit__(self, *error: Any) -> None:
+        self.layer.cache.place.release(self.layer.number)
+
+
+def survivors(priority: Tensor, limit: int, frozen: int) -> Tensor | None:
+    """Rows to keep, int64 ``[b, h, limit]`` ascending, from ``priority`` ``[b, h, n]``: the highest, ties to the newest.
+
+    The first ``frozen`` rows are codes; as many of them must go in every head, so the split between codes and plain rows is the
+    rounded mean of what the heads would choose by themselves, as far as protected tokens and padding allow. None: they do not.
+    """
+    n = priority.shape[2]
+    drop = n - limit
+    goes = torch.zeros_like(priority, dtype=torch.bool)
+    goes.scatter_(2, priority.sort(dim=2, stable=True).indices[..., :drop], True)
+    if 0 < frozen < n:
+        plain = goes[..., frozen:].sum(2)
+        if int(plain.min()) != int(plain.max()):
+            padding, free = priority == -PROTECTED, priority != PROTECTED
+            pad_codes, pad_plain = padding[..., :frozen].sum(2), padding[..., frozen:].sum(2)
+            all_pads_go = pad_codes + pad_plain <= drop
+            low = torch.where(all_pads_go, pad_plain.maximum(drop - free[..., :frozen].sum(2)), drop - pad_codes).clamp(min=0)
+            high = torch.where(all_pads_go, free[..., frozen:].sum(2).minimum(drop - pad_codes), pad_plain.clamp(max=drop))
+            least, most = int(low.max()), int(high.min())
+            if least > most:
+                return None
+            share = min(max(round(float(plain.double().mean())), least), most)
+            goes.zero_()
+            for begin, end, count in ((0, frozen, drop - share), (frozen, n, share)):
+                order = priority[..., begin:end].sort(dim=2, stable=True).indices[..., :count]
+                goes[..., begin:end].scatter_(2, order, True)
+    return (~goes).nonzero()[:, 2].view(*priority.shape[:2], limit)
+
+
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    b, h = x.shape[:2]
+    return x.gather(2, index.expand(b, h, -1)[..., None].expand(-1, -1, -1, x.shape[3]))
+
+
+class KVCache(Cache):
+    """A KV cache for one model and one strategy, to pass to ``generate`` or ``forward``.
+
+    Args:
+        model: a transformers causal language model; kvlab's attention is attached to it.
+        strategy: what to keep, how to store it and where; the default is the full cache.
+
+    Raises:
+        UnsupportedModel: the model has no KV cache, or keeps it in a way kvlab does not know.
+        ValueError: the strategy does not fit the model (a group size that does not divide the head dim, say).
+    """
+
+    def __init__(self, model: nn.Module, strategy: Strategy | None = None) -> None:
+        if isinstance(model, Strategy) or not hasattr(model, "config"):
+            raise ValueError(f"KVCache: model={type(model).__name__} is no transformers model (it needs a config)")
+        if strategy is not None and not isinstance(strategy, Strategy):
+            raise ValueError(f"KVCache: strategy={strategy!r} is no kvlab.Strategy")
+        config: Any = model.config
+        text = config.get_text_config(decoder=True)
+        count = getattr(text, "num_hidden_layers", None)
+        if count is None or getattr(config, "is_encoder_decoder", False):
+            raise UnsupportedModel(f"{type(model).__name__} is no decoder-only language model (looked for num_hidden_layers in its config)")
+        attention.attach(model)
+        self.strategy = strategy or Strategy()
+        self.watching: dict[int, attention.Watch] = {}
+        super().__init__(layers=[Layer(self, i) for i in range(count)])
+        self.device = next(model.parameters()).device
+        self.place = self.strategy.place.state(self.layers, self.device)
+        self.high_water = 0
+        self._held = 0
+
+    def reset(self) -> None:
+        """Forget everything; the cache can then be used like a new one."""
+        super().reset()
+        self.place.close()
+        self.place = self.strategy.place.state(self.layers, self.device)
+        self.high_water = self._held = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.layers:
+            layer.crop(tokens_to_remove)
+
+    def watch(self, watch: attention.Watch) -> None:
+        """Record one head's attention from now on."""
+        self.watching[watch.layer] = watch
+
+    def close(self) -> None:
+        """Give back files and host memory."""
+        self.place.close()
+
+    # bytes
+
+    def note(self, layer: Layer, before: int, incoming: int, scratch: int) -> None:
+        """Called by a layer after each step: keeps the running total and the high-water mark of the compute device."""
+        buffers = layer.buffers()
+        here = sum(b.allocated for b in buffers if b.where is None)
+        full = sum(b.allocated for b in buffers)
+        # while the layer is at work: its old bytes, the new tokens and the scores; then its new bytes beside the new tokens
+        others = self._held - before + self.place.in_flight
+        self.high_water = max(self.high_water, others + before + incoming + scratch, others + full + incoming)
+        self._held += here - before
+        layer.held_bytes = here
+
+    def memory(self) -> Memory:
+        """Bytes by part and device, logical and allocated, with the high-water mark. See :class:`kvlab.memory.Memory`."""
+        parts: dict[tuple[str, str], Part] = {}
+        reference = rows = 0
+        for layer in self.layers:
+            if not layer.is_initialized:
+                continue
+            shape = layer.shape
+            rows = max(rows, len(layer.store))
+            reference += layer.seen * shape.batch * shape.kv_heads * (shape.key_dim + shape.value_dim) * 2
+            for buffer in layer.buffers():
+                if buffer.allocated:
+                    key = (buffer.part, buffer.device)
+                    old = parts.get(key, Part(*key, 0, 0))
+                    parts[key] = Part(*key, old.logical + buffer.logical, old.allocated + buffer.allocated)
+        return Memory(tuple(parts.values()), self.high_water, reference, self.get_seq_length(), rows)

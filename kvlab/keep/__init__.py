@@ -1,0 +1,22 @@
+"""The keep axis: one file a method. A new file here is found by itself."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from kvlab.strategy import Method, registry
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+
+def __getattr__(name: str) -> type[Method]:
+    try:
+        return registry["keep"][name]
+    except KeyError:
+        raise AttributeError(f"kvlab.keep has no {name!r}; it has {', '.join(registry['keep'])}") from None
+
+
+def __dir__() -> list[str]:
+    return list(registry["keep"])

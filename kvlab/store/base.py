@@ -1,0 +1,105 @@
+"""What a store must do: take tokens in, score keys, mix values, drop tokens. Attention and eviction need nothing else."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlab.buffer import Buffer
+from kvlab.strategy import Method
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one cache layer looks like, known from its first keys. ``device`` and ``dtype`` are the model's."""
+
+    layer: int
+    layers: int
+    batch: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass
+class StoreState(ABC):
+    """The tokens of one layer as a store writes them. Token ``i`` is row ``i``, oldest first, the same count for every head."""
+
+    shape: LayerShape
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    def frozen(self) -> int:
+        """How many of the oldest rows are written as codes that must not change (0: every row is plain)."""
+        return 0
+
+    @abstractmethod
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Take tokens ``[B, H, n, D]`` in, in full precision; :meth:`settle` writes them down for good."""
+
+    def settle(self) -> None:
+        """Quantize what is due. Called after eviction, so that only survivors are quantized."""
+
+    @abstractmethod
+    def score(self, query: Tensor, start: int, stop: int) -> Tensor:
+        """``query`` ``[B, H, M, Dk]`` times the keys of rows ``start:stop`` -> ``[B, H, M, stop - start]``, unscaled."""
+
+    @abstractmethod
+    def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
+        """``weights`` ``[B, H, M, stop - start]`` times the values of those rows -> ``[B, H, M, Dv]``."""
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
+        """Row ranges that together cover all rows, each small enough that its scratch stays in a processor cache."""
+        yield from split(0, len(self), block_rows(self.shape))
+
+    @abstractmethod
+    def select(self, index: Tensor) -> None:
+        """Keep rows ``index`` (int64 ``[1 or B, 1 or H, m]``, ascending; the count below ``frozen`` is the same for all heads)."""
+
+    @abstractmethod
+    def truncate(self, rows: int) -> None:
+        """Keep the first ``rows`` rows (``crop``)."""
+
+    def thaw(self) -> None:
+        """Turn all codes back into plain rows, so that any head may drop any row. Rare; counted by stores that have codes."""
+
+    @abstractmethod
+    def buffers(self) -> list[Buffer]:
+        """Everything that holds bytes between two steps."""
+
+    @abstractmethod
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[B, H, n, D]`` as attention sees them, in the model's dtype. For tests and figures: it is a copy."""
+
+
+class Store(Method, abstract=True):
+    """Settings of a store."""
+
+    axis = "store"
+    offers = frozenset({"evict"})
+
+    def state(self, shape: LayerShape) -> StoreState:
+        raise NotImplementedError
+
+    def predict(self, rows: int, shape: LayerShape) -> dict[str, float]:
+        """Bytes by part that ``rows`` tokens take in one layer, room to grow apart. Parts as in ``memory()``."""
+        raise NotImplementedError
+
+
+def block_rows(shape: LayerShape, floats: int = 1 << 19) -> int:
+    """Rows whose float32 copy for all rows and heads is about ``floats`` numbers: 2 MB, a share of a processor's cache."""
+    wanted = floats // max(1, shape.batch * shape.kv_heads * max(shape.key_dim, shape.value_dim))
+    return max(128, min(4096, 1 << max(0, wanted.bit_length() - 1)))
+
+
+def split(start: int, stop: int, rows: int) -> Iterator[tuple[int, int]]:
+    for begin in range(start, stop, rows):
+        yield begin, min(begin + rows, stop)

@@ -1,0 +1,61 @@
+"""Dense: keys and values as the model made them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvlab.buffer import Buffer
+from kvlab.store.base import LayerShape, Store, StoreState, split
+
+
+@dataclass(frozen=True)
+class Dense(Store):
+    """Every token as the model made it, appended in place to preallocated storage (never concatenated)."""
+
+    title = "as it is"
+
+    def state(self, shape: LayerShape) -> StoreState:
+        return DenseState(shape)
+
+    def predict(self, rows: int, shape: LayerShape) -> dict[str, float]:
+        size = shape.batch * shape.kv_heads * rows * shape.dtype.itemsize
+        return {"keys": size * shape.key_dim, "values": size * shape.value_dim}
+
+
+class DenseState(StoreState):
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape)
+        self.keys, self.values = Buffer("keys"), Buffer("values")
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        self.keys.append(keys)
+        self.values.append(values)
+
+    def score(self, query: Tensor, start: int, stop: int) -> Tensor:
+        return query @ self.keys.view()[:, :, start:stop].transpose(-1, -2)
+
+    def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
+        return weights @ self.values.view()[:, :, start:stop]
+
+    def blocks(self):
+        # nothing is unpacked, so there is no scratch to keep small: one block reads memory in one sweep
+        yield from split(0, len(self), 1 << 16)
+
+    def select(self, index: Tensor) -> None:
+        self.keys.select(index)
+        self.values.select(index)
+
+    def truncate(self, rows: int) -> None:
+        self.keys.truncate(rows)
+        self.values.truncate(rows)
+
+    def buffers(self) -> list[Buffer]:
+        return [self.keys, self.values]
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        return self.keys.view(), self.values.view()
