@@ -4,8 +4,9 @@ from kvlab import keep, place, store
 from kvlab.attention import attach, detach
 from kvlab.cache import KVCache
 from kvlab.errors import UnsupportedModel
+from kvlab.lab import Generation, Lab, load
 from kvlab.memory import Memory
 from kvlab.strategy import Strategy
 
 __version__ = "0.1.0"
-__all__ = ["KVCache", "Memory", "Strategy", "UnsupportedModel", "attach", "detach", "keep", "place", "store"]
+__all__ = ["Generation", "KVCache", "Lab", "Memory", "Strategy", "UnsupportedModel", "attach", "detach", "keep", "load", "place", "store"]

@@ -3,6 +3,7 @@
 import sys
 import sysconfig
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -20,10 +21,8 @@ def path(name: str) -> Path:
         Path(sysconfig.get_path("data")) / share,  # a distribution's own scheme
         _PACKAGE.parent / share,  # pip install --target
     ]
-    try:
+    with suppress(KeyError):  # a Python without a user scheme
         roots.append(Path(sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))) / share)  # pip install --user
-    except KeyError:  # this Python has no user scheme
-        pass
     for root in roots:
         if (root / name).is_file():
             return root / name

@@ -104,18 +104,40 @@ def attention(
     """
     if not isinstance(key, Handle):
         return _plain(module, query, key, value, attention_mask, scaling, dropout, **options)
-    if not isinstance(attention_mask, Rule):
+    try:
+        return _cached(module, query, key.layer, attention_mask, scaling, dropout, **options), None
+    except BaseException:
+        key.layer.abandon()  # a step that failed leaves the layer as it was before
+        raise
+
+
+def _cached(module: nn.Module, query: Tensor, layer: Layer, rule: Any, scaling: float | None, dropout: float, **options: Any) -> Tensor:
+    if not isinstance(rule, Rule):
         raise UnsupportedModel(
-            f"{type(module).__name__} brings a mask of its own ({type(attention_mask).__name__}); kvlab needs the rule behind it. "
+            f"{type(module).__name__} brings a mask of its own ({type(rule).__name__}); kvlab needs the rule behind it. "
             "Pass a 2-D attention mask (1 for real tokens, 0 for padding)."
         )
     if dropout:
         raise ValueError(f"dropout={dropout} with a KV cache: call model.eval() first (allowed: 0.0)")
     if options.get("position_bias") is not None:
         raise UnsupportedModel(f"{type(module).__name__} adds a position bias to its scores, which kvlab does not know yet")
+    if layer.number == 0:
+        _check_positions(layer, options.get("position_ids"), rule.padding, query.shape[2])
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = key.layer.attend(query, attention_mask, scale, options.get("softcap"), options.get("s_aux"))
-    return out.transpose(1, 2).contiguous(), None
+    out = layer.attend(query, rule, scale, options.get("softcap"), options.get("s_aux"))
+    return out.transpose(1, 2).contiguous()
+
+
+def _check_positions(layer: Layer, positions: Tensor | None, padding: Tensor | None, q_len: int) -> None:
+    """``generate`` with a used cache and the old prompt cuts the prompt at the wrong place, and its positions tell."""
+    if positions is None or positions.dim() != 2 or (positions.is_cuda and q_len == 1):
+        return
+    last = layer.seen - 1 if padding is None else (padding.long().sum(1) - 1).clamp(min=0)
+    if bool((positions[:, -1] != last).any()):
+        raise ValueError(
+            f"the last new token has position {int(positions[0, -1])}, but this cache has already seen {layer.seen - q_len} tokens. If the old "
+            "prompt was passed again with a used cache: pass the whole conversation or only what is new, or reset() the cache."
+        )
 
 
 def _plain(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Any, scaling: Any, dropout: float, **options: Any) -> Any:

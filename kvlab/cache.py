@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -97,7 +99,10 @@ class Layer(CacheLayerMixin):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the newest tokens: ``tokens_to_remove`` is 0 or negative, as transformers calls it; more than there are empties the layer."""
+        """Drop the newest tokens: ``tokens_to_remove`` is 0 or negative, as transformers calls it; more than there are empties the layer.
+
+        Evidence that dropped queries added to older keys stays in their sums.
+        """
         drop = min(abs(tokens_to_remove), self.seen)
         if not drop:
             return
@@ -109,8 +114,7 @@ class Layer(CacheLayerMixin):
         with self.at_hand():
             self.seen -= drop
             self.store.truncate(self.seen)
-            if len(self.mass):
-                raise RuntimeError("crop with a keep that has collected evidence: what the dropped queries added cannot be taken back")
+            self.mass.truncate(self.seen)
             if self.padding is not None:
                 self.padding = self.padding[:, : self.seen]
 
@@ -166,6 +170,12 @@ class Layer(CacheLayerMixin):
         self.cache.place.release(self.number)
         self.cache.note(self, before, incoming, scratch)
         return out
+
+    def abandon(self) -> None:
+        """Forget the new tokens of a step that failed before they were written down."""
+        if self.new_keys is not None:
+            self.seen -= self.new_keys.shape[2]
+            self.new_keys = self.new_values = None
 
     def _commit(self, mass: Tensor | None) -> None:
         keys, values, keep = self.new_keys, self.new_values, self.cache.strategy.keep
@@ -310,6 +320,7 @@ class KVCache(Cache):
         attention.attach(model)
         self.strategy = strategy or Strategy()
         self.watching: dict[int, attention.Watch] = {}
+        self.read: list[int] = []  # ids that lab.generate fed, to notice an old prompt
         super().__init__(layers=[Layer(self, i) for i in range(count)])
         self.device = next(model.parameters()).device
         self.place = self.strategy.place.state(self.layers, self.device)
@@ -322,6 +333,7 @@ class KVCache(Cache):
         self.place.close()
         self.place = self.strategy.place.state(self.layers, self.device)
         self.high_water = self._held = 0
+        self.read = []
 
     def crop(self, tokens_to_remove: int) -> None:
         for layer in self.layers:
@@ -364,3 +376,27 @@ class KVCache(Cache):
                     old = parts.get(key, Part(*key, 0, 0))
                     parts[key] = Part(*key, old.logical + buffer.logical, old.allocated + buffer.allocated)
         return Memory(tuple(parts.values()), self.high_water, reference, self.get_seq_length(), rows)
+
+
+def forward(model: nn.Module, ids: Tensor, cache: Cache, padding: Tensor | None = None, last: bool = False) -> Tensor:
+    """One forward pass through a cache -> logits ``[B, Q, vocabulary]`` (``[B, 1, vocabulary]`` with ``last``), no gradients.
+
+    ``ids``: int64 ``[B, Q]``, new tokens only. ``padding``: bool or int ``[B, seen + Q]``, 1 for real tokens, for left-padded batches.
+    The names of transformers' arguments differ between versions; this is the one place that knows.
+    """
+    names = _arguments(type(model))
+    extra: dict[str, Any] = {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
+    if padding is not None:
+        extra["attention_mask"] = padding
+        if "position_ids" in names:
+            extra["position_ids"] = (padding.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+    if last and "logits_to_keep" in names:
+        extra["logits_to_keep"] = 1
+    with torch.inference_mode():
+        logits = model(input_ids=ids, **extra).logits
+    return logits[:, -1:] if last else logits
+
+
+@functools.cache
+def _arguments(model: type) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)  # type: ignore[attr-defined]

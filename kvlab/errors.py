@@ -11,3 +11,7 @@ class ModelUnavailable(OSError):
 
 class DamagedModel(ModelUnavailable):
     """The model's files are there but are not what they should be; the text says which, and how to repair it."""
+
+
+class Cancelled(Exception):
+    """Raised by a progress callback to end long work; nothing is recorded of the run."""

@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 from tqdm.auto import tqdm
 
-from .errors import DamagedModel, ModelUnavailable
+from kvlab.errors import DamagedModel, ModelUnavailable
 
 SMOLLM2 = "smollm2-135m"
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"

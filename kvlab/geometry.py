@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from itertools import groupby
 from math import ceil
 from types import SimpleNamespace
@@ -29,9 +29,10 @@ BITS = (2, 3, 4, 8, 16, 32)
 class Layer:
     """What one layer keeps: `kv_heads` keys and values for each token (the last `window` of them), and a fixed state.
 
-    kind: "full", "sliding", "chunked" (attention inside chunks; its cache holds at most one), "latent" (MLA: one vector shared by
-    all heads, counted as a key), "linear" (a state, no tokens), "hybrid" (both), "shared" (reads another layer's cache),
-    "none" (no attention). key_dim, value_dim: numbers per head and token. window: tokens. state: numbers per sequence.
+    kind: "full", "sliding", "chunked" (attention inside chunks; its cache holds at most one), "latent" (MLA: all heads share one
+    vector, counted as the key, and one rotary key, counted as the value), "linear" (a state, no tokens), "hybrid" (both),
+    "shared" (reads another layer's cache), "none" (no attention). key_dim, value_dim: numbers per head and token. window: tokens.
+    state: numbers per sequence.
     """
 
     kind: str
@@ -101,7 +102,7 @@ class Geometry:
 
     @property
     def value_dim(self) -> int:
-        """Numbers in a value of one head (the most, where layers differ); 0 for MLA, whose value is read from the latent."""
+        """Numbers in a value of one head (the most, where layers differ); for MLA its rotary key, as in transformers' cache."""
         return max((layer.value_dim for layer in self.layers), default=0)
 
     @property
@@ -136,17 +137,23 @@ class Geometry:
                 return f"{len(names) // period} x {inside if period == 1 else f'({inside})'}"
         return ", ".join(f"{count} x {kind}" for kind, count in Counter(names).items())
 
+    @property
+    def head_choices(self) -> tuple[int, ...]:
+        """The numbers of KV heads that `with_kv_heads` takes; empty where heads make no difference."""
+        if self.kind in ("MLA", "state space"):
+            return ()
+        return tuple(heads for heads in range(1, self.query_heads + 1) if self.query_heads % heads == 0)
+
     def with_kv_heads(self, heads: int) -> "Geometry":
         """The same model with another number of KV heads, for asking "what if"; weights are left as they are.
 
         Raises `ValueError` where heads make no difference (MLA, state space) or do not divide the query heads.
         """
-        if self.kind in ("MLA", "state space"):
+        if not self.head_choices:
             raise ValueError(f"{self.name} ({self.kind}) keeps no heads apart, so their number cannot be changed")
-        heads = _whole("kv_heads", heads, low=1, high=self.query_heads)
-        if self.query_heads % heads:
-            allowed = [n for n in range(1, self.query_heads + 1) if self.query_heads % n == 0]
-            raise ValueError(f"kv_heads={heads} does not divide the {self.query_heads} query heads; allowed: {allowed}")
+        if heads not in self.head_choices:
+            allowed = ", ".join(map(str, self.head_choices))
+            raise ValueError(f"kv_heads={heads!r} does not divide the {self.query_heads} query heads; allowed: {allowed}")
         layers = tuple(replace(layer, kv_heads=heads) if layer.kv_heads else layer for layer in self.layers)
         return self if layers == self.layers else replace(self, name=f"{self.name} with {heads} KV heads", layers=layers)
 
@@ -155,7 +162,7 @@ class Geometry:
         if self.kind == "state space":
             heads = f"{sum(layer.state for layer in self.layers):,} numbers of state"
         elif self.kind == "MLA":
-            heads = f"{self.query_heads} query heads on a latent of {self.key_dim}"
+            heads = f"{self.query_heads} query heads on a latent of {self.key_dim} + {self.value_dim}"
         else:
             dims = f"{self.key_dim}" if self.key_dim == self.value_dim else f"{self.key_dim} (keys), {self.value_dim} (values)"
             heads = f"{self.query_heads} query heads, {self.kv_heads} KV heads, head dim {dims}"
@@ -165,7 +172,7 @@ class Geometry:
 # --- the famous models
 
 
-@lru_cache(maxsize=1)
+@cache
 def _table() -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in json.loads(_data.path("models.json").read_text(encoding="utf-8"))["models"]}
 
@@ -175,7 +182,7 @@ def names() -> list[str]:
     return list(_table())
 
 
-@lru_cache(maxsize=None)
+@cache
 def find(name: str) -> Geometry:
     """A model of the table; case and punctuation do not matter, a unique beginning is enough. `ValueError` lists the names."""
     row = _table()[_data.pick(name, _table(), "model")]
@@ -307,12 +314,13 @@ def breakdown(
     Activations: the larger of one prefill step (one request, at most `chunk` tokens) and one decode step of all requests.
     """
     first = min(_whole("tokens", tokens), _whole("chunk", chunk, low=1))
-    steps = (activation_bytes(geometry, first, batch=batch), activation_bytes(geometry, min(first, 1), batch=_sequences(batch, requests)))
+    prefill = activation_bytes(geometry, first, batch=batch)
+    decode = activation_bytes(geometry, min(first, 1), batch=_sequences(batch, requests))
     return Breakdown(
         weights=weight_bytes(geometry, weight_bits, bits_per_element=weight_bits_per_element),
         kv=kv_bytes(geometry, tokens, batch=batch, requests=requests, **how),
         state=state_bytes(geometry, batch=batch, requests=requests, bits=state_bits),
-        activations=max(steps),
+        activations=max(prefill, decode),
     )
 
 
@@ -321,10 +329,10 @@ def curve(geometry: Geometry, grid: Sequence[int], **how: Any) -> list[Breakdown
     return [breakdown(geometry, tokens, **how) for tokens in grid]
 
 
-def grid(last: int, points: int = 65) -> list[int]:
-    """`points` token counts from 0 to `last`, evenly spaced (fewer when `last` is small)."""
+def grid(last: int, points: int = 65, *, include: Sequence[int] = ()) -> list[int]:
+    """`points` token counts from 0 to `last`, evenly spaced (fewer when `last` is small), and those of `include`."""
     last, points = _whole("last", last, low=1), _whole("points", points, low=2)
-    return sorted({round(last * i / (points - 1)) for i in range(points)})
+    return sorted({*(round(last * i / (points - 1)) for i in range(points)), *include})
 
 
 class HasMemory(Protocol):
@@ -468,22 +476,22 @@ def _parse(config: Any) -> tuple[Any, bool]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     if isinstance(config, Mapping):
-        kind = config.get("model_type")
+        kind = str(config.get("model_type"))
         if kind in CONFIG_MAPPING_NAMES:
             config = CONFIG_MAPPING[kind].from_dict(dict(config))
         elif isinstance(config.get("text_config"), Mapping):
             return _parse(config["text_config"])
         else:
             config = SimpleNamespace(**config)
-    kind = getattr(config, "model_type", None)
+    kind = str(getattr(config, "model_type", type(config).__name__))
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{kind} is an encoder-decoder: its cross-attention cache is not described here; looked at is_encoder_decoder")
+        raise ValueError(f"{kind} is an encoder-decoder (is_encoder_decoder): its cross-attention cache is not described here")
     if kind in _OTHER:
         raise ValueError(f"{kind} has no KV cache: it remembers in a way of its own that is not described here")
     if not isinstance(config, PreTrainedConfig):
         return config, False
     inner = config.get_text_config(decoder=True)
-    if inner is config and kind in CONFIG_MAPPING_NAMES and not str(kind).endswith("_text"):
+    if inner is config and kind in CONFIG_MAPPING_NAMES and not kind.endswith("_text"):
         masked = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
         if masked or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ValueError(f"{kind} has no KV cache: it is not a causal language model (an encoder reads all tokens at once)")
@@ -510,7 +518,9 @@ def _read(config: Any, name: str | None, parameters: int | None) -> Geometry:
     elif known:
         try:
             parameters, routed = count_parameters(config)
-        except Exception:  # some types cannot be built from these fields alone: the shape stands, `weight_bytes` will say what is missing
+        except (
+            Exception
+        ):  # it cannot be built from these fields alone: the shape stands, and `weight_bytes` will say what is missing
             parameters = None
     return Geometry(
         name=name or getattr(config, "_name_or_path", "") or getattr(config, "model_type", None) or "model",
@@ -535,7 +545,7 @@ def _layers(config: Any, count: int) -> tuple[Layer, ...]:
     if types is None:  # the rule of transformers' own cache
         types = ["sliding_attention" if window else "chunked_attention" if chunk else "full_attention"] * count
     count = len(types)
-    sharing = _get(config, ("kv_sharing_modes",))
+    sharing: list[str | None] | None = _get(config, ("kv_sharing_modes",))
     if sharing is None:
         sharing = [None] * count
         if shared := _get(config, ("num_kv_shared_layers",), 0):
@@ -561,7 +571,7 @@ def _layer(config: Any, kind: str, window: int | None, chunk: int | None) -> Lay
         raise ValueError(f"{getattr(config, 'model_type', 'model')} has a {short} layer but no {looked}")
     latent = _get(config, ("kv_lora_rank",))
     if latent:  # DeepSeek-V2, arXiv:2405.04434: a compressed vector and one rotary key a token, shared by all heads
-        return Layer("latent" if short == "full" else short, 1, latent + _get(config, ("qk_rope_head_dim",), 0), 0, span, state)
+        return Layer("latent", 1, latent, _get(config, ("qk_rope_head_dim",), 0), span, state)
     heads = _need(config, "query heads")
     key_dim = _get(config, ("head_dim", "kv_channels")) or _need(config, "hidden size") // heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
@@ -574,9 +584,8 @@ def _layer(config: Any, kind: str, window: int | None, chunk: int | None) -> Lay
 def _state(config: Any, kind: str) -> int:
     """Numbers of fixed state in one layer: convolution buffer + recurrent state."""
     hidden = _need(config, "hidden size")
-    if kind == "conv":  # short convolution, LFM2
-        if width := _get(config, ("conv_L_cache",)):
-            return hidden * width
+    if kind == "conv" and (width := _get(config, ("conv_L_cache",))):  # short convolution, LFM2
+        return hidden * width
     if value_heads := _get(config, ("linear_num_value_heads",)):  # gated delta net, Qwen3-Next
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         values = value_heads * config.linear_value_head_dim

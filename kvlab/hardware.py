@@ -6,7 +6,7 @@ reports a few percent more. Times here are predictions, floors that nothing beat
 
 import csv
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from kvlab import _data
@@ -19,8 +19,8 @@ KINDS = ("gpu", "cpu", "link", "disk")
 class Hardware:
     """One device or link.
 
-    kind: "gpu", "cpu", "link" or "disk". memory_bytes: its own memory (None for a link). bandwidth: bytes/s, of the memory, of one
-    direction of a link, of a disk's sequential read. flops: dense 16-bit FLOP/s (`note` says when it is another precision).
+    kind: "gpu", "cpu", "link" or "disk". memory_bytes: its own memory (None for a link). bandwidth: bytes/s, of the memory, of
+    one direction of a link, of a disk's sequential read. flops: dense 16-bit FLOP/s (`note` says when it is another precision).
     link: the name of the link to the host (to the disk, for a CPU).
     """
 
@@ -44,11 +44,11 @@ class Hardware:
     def capacity(self, devices: int = 1) -> int:
         """Bytes that `devices` of it hold together. Raises `ValueError` for a link."""
         if self.memory_bytes is None:
-            raise ValueError(f"{self.name} is a {self.kind} and holds nothing; choose one of: {', '.join(names('gpu', 'cpu'))}")
+            raise ValueError(f"{self.name} is a {self.kind}: it holds nothing; choose of: {', '.join(names('gpu', 'cpu'))}")
         return self.memory_bytes * _whole("devices", devices, low=1)
 
 
-@lru_cache(maxsize=1)
+@cache
 def _table() -> dict[str, Hardware]:
     with _data.path("hardware.csv").open(encoding="utf-8", newline="") as file:
         return {row["name"]: _row(row) for row in csv.DictReader(file)}
@@ -97,7 +97,8 @@ class Roofline:
         return "memory" if self.memory_seconds >= self.compute_seconds else "compute"
 
     def __str__(self) -> str:
-        return f"{self.label}: at least {self.seconds * 1e3:,.2f} ms a step, bound by {self.bound}"
+        time = f"{self.seconds:,.2f} s" if self.seconds >= 1 else f"{self.seconds * 1e3:.2f} ms"
+        return f"{self.label}: at least {time} a step, bound by {self.bound}"
 
 
 def decode_time(
@@ -113,14 +114,17 @@ def decode_time(
     state_bits: int = 16,
     **how: Any,
 ) -> Roofline:
-    """The floor of one decode step with `tokens` tokens cached in each of batch x requests sequences: max(bytes / bandwidth, FLOP / rate).
+    """The floor of one decode step, max(bytes / bandwidth, FLOP / rate), with `tokens` tokens cached in each of batch x requests
+    sequences.
 
     Bytes: the weights in use once, all KV once (`how`: as in `kvlab.geometry.kv_bytes`), the state read and written. FLOP: 2 a
     weight and sequence, 4 a query head, dim and token. `devices` share the work evenly. Left out: kernel launches, communication,
     dequantizing. Raises `ValueError` for hardware that does not compute.
     """
     if hardware.flops is None:
-        raise ValueError(f"{hardware.name} is a {hardware.kind} and does not compute; choose one of: {', '.join(names('gpu', 'cpu'))}")
+        raise ValueError(
+            f"{hardware.name} is a {hardware.kind}: it does not compute; choose of: {', '.join(names('gpu', 'cpu'))}"
+        )
     sequences, devices = _sequences(batch, requests), _whole("devices", devices, low=1)
     share = weights_read(geometry, sequences) / (geometry.parameters or 1)
     read = round(weight_bytes(geometry, weight_bits, bits_per_element=weight_bits_per_element) * share)
@@ -142,11 +146,15 @@ def weights_read(geometry: Geometry, sequences: int = 1) -> int:
 
 
 def attention_flops(geometry: Geometry, tokens: int, *, kept_tokens: Any = None, **_: Any) -> int:
-    """FLOP of one new token's attention over `tokens` tokens: 2 for each product of query and key, 2 for each weight and value."""
+    """FLOP of one new token's attention over `tokens` tokens: 2 a product of query and key, 2 a product of weight and value.
+
+    MLA: in the absorbed form, where the latent serves as key and as value.
+    """
     kept = tokens if kept_tokens is None else kept_tokens(tokens) if callable(kept_tokens) else kept_tokens
     total = 0
     for layer in geometry.kv_layers:
-        total += 2 * geometry.query_heads * min(layer.held(tokens), kept) * (layer.key_dim + (layer.value_dim or layer.key_dim))
+        products = layer.key_dim + layer.value_dim + (layer.key_dim if layer.kind == "latent" else 0)
+        total += 2 * geometry.query_heads * min(layer.held(tokens), kept) * products
     return total
 
 

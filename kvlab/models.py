@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .errors import DamagedModel, ModelUnavailable, UnsupportedModel
-from .fetch import SMOLLM2, cache_dir, hub_snapshot, quiet_transformers, safetensors_header, smollm2
+from kvlab.errors import DamagedModel, ModelUnavailable, UnsupportedModel
+from kvlab.fetch import SMOLLM2, cache_dir, hub_snapshot, quiet_transformers, safetensors_header, smollm2
 
 __all__ = ["DTYPES", "SMOLLM2", "cache_dir", "load_model", "resolve"]
 

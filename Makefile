@@ -1,0 +1,98 @@
+# kvlab. `make lab` opens the lab, `make test` checks everything, `make help` lists the rest.
+#
+#   PYTHON=python3.12            which Python makes .venv (3.11 or newer)
+#   TORCH_INDEX_URL=https://…    where else to look for torch; https://download.pytorch.org/whl/cpu has the small CPU build
+#   TRANSFORMERS=5.17.0          another transformers than the pinned one ("newest" for the newest 5.x)
+#   LAB_FLAGS=--no-browser       passed on to JupyterLab
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INDEX_URL ?=
+TRANSFORMERS ?=
+LAB_FLAGS ?=
+
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+PIP := $(PY) -m pip --disable-pip-version-check install -c constraints.txt $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
+PINNED := pyproject.toml constraints.txt
+HAS_PIP := $(PY) -m pip --version >/dev/null 2>&1 || { echo "$(PY) has no pip: $(PY) -m ensurepip, or make clean"; exit 1; }
+CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name) 2>/dev/null)))
+
+.DELETE_ON_ERROR:
+.PHONY: help lab test lint unit notebooks-test browser notebooks gpu nightly clean
+
+help:
+	@sed -n 's/^## //p' Makefile
+
+## make lab        install what is pinned, fetch the model once, open JupyterLab on the live lab
+lab: $(VENV)/.lab
+	$(BIN)/kvlab lab $(LAB_FLAGS)
+
+## make test       install what tests need, then lint, unit and kernel tests, notebooks, browser
+test: $(VENV)/.test
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory notebooks-test
+	@$(MAKE) --no-print-directory browser
+
+## make lint       ruff and mypy
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: $(VENV)/.test
+	$(BIN)/kvlab model
+	$(PY) -m pytest -q tests --ignore=tests/browser
+
+# The cells of every notebook run; outputs are compared where a cell asks for it (tag nbval-check-output).
+notebooks-test: $(VENV)/.test
+	$(PY) -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks
+
+browser: $(VENV)/.test
+ifeq ($(CHROMIUM),)
+	@echo "browser tests: SKIPPED, no Chromium found (sudo apt install chromium)"
+else
+	$(PY) -m pytest -q tests/browser
+endif
+
+## make notebooks  run every notebook and save it with pictures and without widget state
+notebooks: $(VENV)/.test
+	$(PY) tools/notebooks.py notebooks
+
+## make gpu        check and time the Triton kernels on this machine's GPU
+gpu: $(VENV)/.test
+	$(PY) kernels/gpu.py
+
+## make nightly    the tests that are too long for every run
+nightly: $(VENV)/.test
+	$(PY) -m pytest -q -m nightly tests
+
+## make clean      remove .venv and caches (not the model: `kvlab model` says where it lies)
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# A stamp for each set of packages: installed again only when a pin changes.
+$(VENV)/.lab: $(PY) $(PINNED)
+	@$(HAS_PIP)
+	$(PIP) -e ".[lab,kernels]"
+	@touch $@
+
+$(VENV)/.test: $(PY) $(PINNED)
+	@$(HAS_PIP)
+	$(PIP) -e ".[test]"
+ifneq ($(TRANSFORMERS),)
+	$(PY) -m pip --disable-pip-version-check install --quiet --upgrade "transformers$(if $(filter newest,$(TRANSFORMERS)),<6,==$(TRANSFORMERS))"
+endif
+	@touch $@ $(VENV)/.lab
+
+$(PY):
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "kvlab needs Python 3.11 or newer, and there is no '$(PYTHON)': sudo apt install python3 python3-venv"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "kvlab needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1 | cut -d' ' -f2): make lab PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make a virtual environment with pip: sudo apt install python3-venv"; exit 1; }
+	@command -v git >/dev/null || echo "note: git is missing, which updating kvlab needs: sudo apt install git"
+	$(PYTHON) -m venv $(VENV)

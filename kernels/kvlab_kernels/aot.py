@@ -1,0 +1,230 @@
+"""Compile the kernels for GPUs that are not there, and report what came out.
+
+``python -m kvlab_kernels.aot [90 ...]`` prints the table. It must run without ``TRITON_INTERPRET``. The arguments are meta tensors that go
+through the same host code as a real call, so what is compiled is what would be launched.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from . import decode, launch
+from .layout import Codes
+
+_TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the compiler made of one kernel. Widths are bytes a thread; ``async_`` are copies straight to shared memory."""
+
+    kernel: str
+    variant: str
+    arch: int
+    registers: int
+    spills: int  # bytes stored
+    shared: int  # bytes
+    async_16: int
+    async_8: int
+    async_4: int
+    load_16: int
+    load_8: int
+    load_narrow: int
+    mma: int
+    hot: bool  # reads the cache at a head dim for which narrow loads would be a fault
+    loop: int = 0  # machine instructions of the longest inner loop
+
+    @property
+    def wide(self) -> bool:
+        """Whether the bulk of the bytes comes by loads of 16 bytes a thread."""
+        return self.async_16 + self.load_16 > 0 and self.async_8 + self.load_8 == 0
+
+
+@dataclass(frozen=True)
+class Job:
+    kernel: str
+    variant: str
+    function: object
+    args: tuple
+    constants: dict
+    options: dict
+    hot: bool = True
+
+
+def report(arch: int, select: Callable[[Job], bool] = lambda job: True) -> list[Row]:
+    """Compile every kernel for compute capability ``arch`` (80, 90 or 100); one row a kernel and variant.
+
+    Raises RuntimeError under the interpreter, ValueError for an unknown architecture.
+    """
+    launch.require_triton()
+    if launch.interpreting():
+        raise RuntimeError("the interpreter is on (TRITON_INTERPRET): nothing can be compiled in this process")
+    if arch not in (80, 90, 100):
+        raise ValueError(f"arch={arch} must be 80, 90 or 100")
+    return [compile_job(job, arch) for job in jobs(arch) if select(job)]
+
+
+def compile_job(job: Job, arch: int) -> Row:
+    """Compile one job as the just-in-time compiler would: same types, same constants, same knowledge about divisibility."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = job.function.arg_names
+    signature, constants, attrs = {}, {}, {}
+    for i, (name, value) in enumerate(zip(names, job.args)):
+        if value is None or isinstance(value, int) and value == 1:
+            signature[name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = "*" + _TYPES[value.dtype]
+            attrs[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, int):
+            signature[name] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    for name, value in job.constants.items():
+        signature[name], constants[(names.index(name),)] = "constexpr", value
+    built = triton.compile(ASTSource(job.function, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=job.options)
+    return _read(job, arch, built)
+
+
+def _read(job: Job, arch: int, built) -> Row:
+    ptx = built.asm["ptx"]
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], (0x\w+|\d+)", ptx)
+    widths = [int(w, 0) for w in copies]
+    loads = [_bytes(x) for x in re.findall(r"ld\.global[.\w:]*?(?:\.v\d)?\.b\d+", ptx)]
+    registers, spills = _resources(built.asm["cubin"])
+    return Row(
+        job.kernel, job.variant, arch, registers, spills, built.metadata.shared, widths.count(16), widths.count(8), widths.count(4),
+        loads.count(16), loads.count(8), sum(x < 8 for x in loads), len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx)), job.hot,
+        _loop(built.asm["cubin"]),
+    )  # fmt: skip
+
+
+def _bytes(load: str) -> int:
+    vector = re.search(r"\.v(\d)", load)
+    return int(re.search(r"\.b(\d+)", load).group(1)) // 8 * int(vector.group(1) if vector else 1)
+
+
+def _tool(name: str, *options: str, cubin: bytes) -> str:
+    import triton
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+        return subprocess.run([tool, *options, file], capture_output=True, text=True, check=True).stdout
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread, and bytes of stack: Triton's kernels have no other use for a stack than spills."""
+    text = _tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
+    found = re.findall(r"REG:(\d+) STACK:(\d+)", text)
+    return int(found[0][0]), int(found[0][1])
+
+
+def _loop(cubin: bytes) -> int:
+    """Instructions in the longest loop of the machine code that has no loop inside."""
+    labels, count, longest = {}, 0, 0
+    loops = []
+    for line in _tool("nvdisasm", "-c", cubin=cubin).splitlines():
+        if label := re.match(r"(\.L_x?_?\d+):", line.strip()):
+            labels[label.group(1)] = count
+        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+\S", line):
+            count += 1
+            jump = re.search(r"BRA.*`\((\.L_x?_?\d+)\)", line)
+            if jump and labels.get(jump.group(1), count) < count:
+                loops.append((labels[jump.group(1)], count))
+    for start, end in loops:
+        if not any(start <= a and b <= end and (a, b) != (start, end) for a, b in loops):
+            longest = max(longest, end - start)
+    return longest
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def codes(batch: int, heads: int, n: int, dim: int, bits: int, axis: str, group_size: int, table: bool = False) -> Codes:
+    """Codes without contents."""
+    shape = (batch, heads, -(-n // group_size), dim) if axis == "channel" else (batch, heads, n, dim // group_size)
+    scale, zero = meta(*shape, dtype=torch.float16), meta(*shape, dtype=torch.float16)
+    group = meta(batch, heads, n, dtype=torch.int32) if table else None
+    return Codes(meta(batch, heads, n, dim * bits // 8, dtype=torch.uint8), scale, zero, bits, axis, group_size, group)
+
+
+def jobs(arch: int) -> Iterator[Job]:
+    """Every kernel in the variants that matter."""
+    yield from decode_jobs(arch)
+
+
+def decode_jobs(arch: int) -> Iterator[Job]:
+    from . import _decode_kernels as kernels
+
+    batch, kv_heads, n, tail = 8, 8, 32768, 128
+
+    def job(variant: str, dtype: torch.dtype, k, v, dim: int = 128, group: int = 4, queries: int = 1, hot: bool = True, residual: bool = True, **options):
+        q = meta(batch, kv_heads * group, queries, dim, dtype=dtype)
+        rest = meta(batch, kv_heads, tail, dim, dtype=dtype) if residual else None
+        work = decode.plan(q, k, v, 0.1, residual_k=rest, residual_v=rest, device=Arch(arch), **options)
+        return Job("decode_split", variant, kernels.decode_split, work.split_args, work.split_constants, work.options, hot)
+
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    for dtype in (bf16, fp16):
+        dense = meta(batch, kv_heads, n, 128, dtype=dtype)
+        yield job(f"{_TYPES[dtype]} dense", dtype, dense, dense)
+    for dim in (64, 80, 96, 256):
+        dense = meta(batch, kv_heads, n, dim, dtype=bf16)
+        yield job(f"bf16 dense d{dim}", bf16, dense, dense, dim)
+    for bits in (8, 4, 2):
+        for size in (32, 64, 128):
+            k, v = codes(batch, kv_heads, n, 128, bits, "channel", size), codes(batch, kv_heads, n, 128, bits, "token", size)
+            yield job(f"int{bits} channel/token g{size}", bf16, k, v)
+        k, v = codes(batch, kv_heads, n, 128, bits, "token", 64), codes(batch, kv_heads, n, 128, bits, "token", 64)
+        yield job(f"int{bits} token/token g64", bf16, k, v)
+        k, v = codes(batch, kv_heads, n, 128, bits, "channel", 64), codes(batch, kv_heads, n, 128, bits, "token", 64)
+        yield job(f"int{bits} g64 8 heads a group", fp16, k, v, group=8)
+        yield job(f"int{bits} g64 16 queries", bf16, k, v, queries=16)
+        yield job(f"int{bits} g64 bias softcap", bf16, k, v, bias=meta(batch, 1, 1, n + tail, dtype=fp32), softcap=30.0)
+        k = codes(batch, kv_heads, n, 128, bits, "channel", 64, table=True)
+        yield job(f"int{bits} table", bf16, k, v, hot=False)
+        yield job(f"int{bits} fp32", fp32, codes(batch, kv_heads, n, 128, bits, "channel", 64), v, hot=False)
+        for dim, size in ((64, 64), (80, 80), (96, 32), (256, 64)):
+            k, v = codes(batch, kv_heads, n, dim, bits, "channel", 64), codes(batch, kv_heads, n, dim, bits, "token", size)
+            yield job(f"int{bits} d{dim} g{size}", bf16, k, v, dim, hot=dim in (64, 256))
+    k, v = codes(batch, kv_heads, n, 128, 4, "channel", 64), codes(batch, kv_heads, n, 128, 8, "token", 64)
+    yield job("int4 keys int8 values", bf16, k, v)
+    dense = meta(batch, kv_heads, n, 128, dtype=fp32)
+    yield job("fp32 dense", fp32, dense, dense, hot=False)
+    work = decode.plan(meta(8, 32, 1, 128, dtype=bf16), *[meta(8, 8, n, 128, dtype=bf16)] * 2, 0.1, sinks=meta(32, dtype=bf16), device=Arch(arch))
+    yield Job("decode_merge", "bf16 sinks", kernels.decode_merge, work.merge_args, work.merge_constants, {"num_warps": 2}, False)
+
+
+def Arch(arch: int) -> torch.device:
+    """A device name that :func:`launch.capability` answers for without a GPU: its index is the compute capability."""
+    return torch.device("meta", arch)
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as a Markdown table."""
+    fields = ["kernel", "variant", "arch", "registers", "spills", "shared", "async_16", "load_16", "load_narrow", "mma", "loop"]
+    lines = ["| " + " | ".join(fields) + " |", "|" + "---|" * len(fields)]
+    lines += ["| " + " | ".join(str(asdict(row)[f]) for f in fields) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:] or ["80", "90", "100"]:
+        print(table(report(int(wanted))))

@@ -1,0 +1,333 @@
+"""Decode attention over a dense or quantized KV cache, split over the tokens.
+
+Flash-Decoding (Dao et al. 2023; FlashAttention-2, arXiv 2307.08691; FlashDecoding++, arXiv 2311.01282): the tokens of each KV head
+are cut into splits that run in parallel, and a second kernel joins the partial outputs by their log-sum-exp. The codes are
+read once for a whole GQA group and never written back as a dense copy. Per-channel key scales are folded into the query
+(KIVI, arXiv 2402.02750, stores keys so), per-token value scales into the probabilities.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from . import launch
+from .layout import BITS, Codes
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_QUERIES = 16
+MAX_COLUMNS = 32  # query heads of a group x queries that one program holds; more run as further programs
+
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values as the kernel takes them: a tensor of words, and the constants that say how to read it."""
+
+    words: Tensor
+    kind: str  # "dense", "channel" (scale folded into the query), "rows" (scale looked up per token), "token"
+    bits: int
+    word: int  # bytes of codes in a word; 1 for dense
+    chunk: int  # bytes (dense: elements) of one chunk of a row; every part of a chunk lies within one scale group
+    group: int
+    align: int
+    dot: torch.dtype  # what the products are computed in; they are summed in float32
+    fast: bool  # unpacked two at a time
+    pairs: bool = False  # zeros of neighbouring channels may be loaded two at a time
+    codes: Codes | None = None
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Batch and head strides in units of ``align``."""
+        return self.words.stride(0) // self.align, self.words.stride(1) // self.align
+
+    @property
+    def row(self) -> int:
+        return self.words.stride(2)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.words.shape[3] * self.words.element_size()
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor | Codes,
+    v: Tensor | Codes,
+    *,
+    scaling: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    length: int | Tensor | None = None,
+    residual_k: Tensor | None = None,
+    residual_v: Tensor | None = None,
+    splits: int | None = None,
+    settings: launch.Settings | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(scaling * q @ k.T + bias) @ v`` for one or a few queries; returns ``(out, lse)``.
+
+    ``q``: ``[B, Hq, Q, D]``, float32, float16 or bfloat16, ``Q`` from 1 to 16.
+    ``k``, ``v``: dense ``[B, Hk, N, D]`` or :class:`~kvlab_kernels.layout.Codes` of that shape, each of its own kind; keys on axis "channel"
+    (with or without ``group``) or "token", values on axis "token". ``Hq`` is a multiple of ``Hk``. Only the last dim must be contiguous.
+    ``residual_k``, ``residual_v``: dense ``[B, Hk, R, D]``, attended after the first ``N`` tokens.
+    ``bias``: float ``[B or 1, Hk or 1, Q or 1, N + R]``, added to the scores; ``-inf`` hides a token. Padding, windows, causality, kept columns
+    and the log counts of merged tokens come this way.
+    ``softcap``: scores become ``softcap * tanh(score / softcap)`` before the bias. ``sinks``: ``[Hq]``, logits that join the denominator only.
+    ``length``: how many of the ``N`` tokens count, an int or an integer tensor ``[B]`` (values beyond ``N`` count as ``N``).
+    ``splits``: how many parts the ``N`` tokens are cut into; by default what fills the device.
+
+    ``out``: ``[B, Hq, Q, D]`` in q's dtype; ``lse``: float32 ``[B, Hq, Q]``, the natural log of the denominator, a sink included.
+    A query that sees nothing gets ``out = 0`` and ``lse = -inf``.
+
+    With 16-bit queries codes are multiplied in float16 (they are exact there; queries and scales are brought into its range first)
+    and summed in float32. Raises ValueError, naming what was given and what is allowed.
+    """
+    launch.require_triton()
+    device = launch.check_device(q, *_tensors(k), *_tensors(v), residual_k, residual_v, bias, sinks, length if isinstance(length, Tensor) else None)
+    from . import _decode_kernels as kernels
+
+    work = plan(q, k, v, scaling, bias, softcap, sinks, length, residual_k, residual_v, splits, settings, device, launch.interpreting())
+    if work.out.numel():
+        kernels.decode_split[work.split_grid](*work.split_args, **work.split_constants, **work.options)
+        kernels.decode_merge[work.merge_grid](*work.merge_args, **work.merge_constants, num_warps=2)
+    return work.out, work.lse
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The two launches of one call, ready to run (or, on meta tensors, to compile)."""
+
+    out: Tensor
+    lse: Tensor
+    split_grid: tuple[int, int]
+    split_args: tuple
+    split_constants: dict[str, object]
+    options: dict[str, int]
+    merge_grid: tuple[int, int]
+    merge_args: tuple
+    merge_constants: dict[str, int]
+
+
+def plan(q, k, v, scaling, bias=None, softcap=None, sinks=None, length=None, residual_k=None, residual_v=None, splits=None, settings=None,
+         device=torch.device("cpu"), interpreted=False) -> Plan:  # fmt: skip
+    """Check the arguments of :func:`decode_attention` and lay out its launches."""
+    batch, heads, queries, dim = _check_query(q)
+    key, value = _side("k", k, q, interpreted), _side("v", v, q, interpreted)
+    kv_heads, n = key.words.shape[1:3]
+    _check_pair("k", key, "v", value)
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"q has {heads} heads, k has {kv_heads}: the first must be a multiple of the second")
+    if (residual_k is None) != (residual_v is None):
+        raise ValueError("residual_k and residual_v must be given together")
+    tail_k = tail_v = None
+    tail_n = 0
+    if residual_k is not None:
+        tail_k, tail_v = _side("residual_k", residual_k, q, interpreted), _side("residual_v", residual_v, q, interpreted)
+        _check_pair("residual_k", tail_k, "residual_v", tail_v)
+        if tail_k.codes is not None or tail_v.codes is not None:
+            raise ValueError("residual_k and residual_v are Codes, must be dense tensors")
+        if tail_k.words.shape[1] != kv_heads:
+            raise ValueError(f"residual_k has {tail_k.words.shape[1]} heads, k has {kv_heads}")
+        tail_n = tail_k.words.shape[2]
+        if tail_n == 0:
+            tail_k = tail_v = None
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap} must be greater than 0, or None")
+    if sinks is not None and tuple(sinks.shape) != (heads,):
+        raise ValueError(f"sinks has shape {list(sinks.shape)}, must be [{heads}]")
+    if splits is not None and splits < 1:
+        raise ValueError(f"splits={splits} must be at least 1")
+    bias = _check_bias(bias, batch, kv_heads, queries, n + tail_n)
+    length, counted = _check_length(length, batch, n)
+
+    rows = heads // kv_heads * queries
+    columns = min(MAX_COLUMNS, max(8, _power_of_2(rows)))
+    blocks = -(-rows // columns)
+    if settings is None:
+        settings = _settings(device, key, value, columns, dim)
+    block_n = settings.block_n
+    if key.kind == "channel":
+        block_n = min(block_n, key.group & -key.group)  # a tile must lie within one group
+    if splits is None:
+        splits = launch.splits(device, batch * kv_heads * blocks, counted, settings)
+    split_n = -(-max(counted, 1) // (splits * block_n)) * block_n
+    parts = splits + (tail_k is not None)
+
+    part_out = torch.empty((batch * heads * queries, parts, dim), dtype=torch.float32, device=q.device)
+    part_lse = torch.empty((batch * heads * queries, parts), dtype=torch.float32, device=q.device)
+    out = torch.empty((batch, heads, queries, dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
+    k_scale, k_zero, k_scale_strides = _scales(key)
+    v_scale, v_zero, v_scale_strides = _scales(value)
+    table = key.codes.group if key.codes is not None else None
+    split_args = (
+        q, key.words, k_scale, k_zero, table, value.words, v_scale, v_zero,
+        tail_k.words if tail_k else None, tail_v.words if tail_v else None, bias, length, part_out, part_lse,
+        float(scaling), float(softcap or 1.0), counted, tail_n, split_n, splits, parts, kv_heads, rows,
+        *q.stride(), *key.strides, *value.strides, *k_scale_strides, *(table.stride() if table is not None else (0, 0, 0)), *v_scale_strides,
+        *(tail_k.strides if tail_k else (0, 0)), *(tail_v.strides if tail_v else (0, 0)), *(bias.stride() if bias is not None else (0, 0, 0, 0)), n,
+    )  # fmt: skip
+    block_p, block_d = min(32, max(2, _power_of_2(parts))), min(64, _power_of_2(dim))
+    return Plan(
+        out,
+        lse,
+        (batch * kv_heads * blocks, parts),
+        split_args,
+        constants(key, value, tail_k, tail_v, dim, queries, columns, block_n, settings.num_stages, softcap is not None),
+        settings.options(),
+        (batch * heads * queries, -(-dim // block_d)),
+        (part_out, part_lse, sinks, out, lse, parts, heads, queries),
+        dict(D=dim, BLOCK_D=block_d, BLOCK_P=block_p),
+    )
+
+
+def _scales(side: Side) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
+    c = side.codes
+    return (None, None, (0, 0, 0)) if c is None else (c.scale, c.zero, c.scale.stride()[:3])
+
+
+def constants(key: Side, value: Side, tail_k: Side | None, tail_v: Side | None, dim: int, queries: int, columns: int, block_n: int, stages: int,
+              softcap: bool) -> dict[str, object]:  # fmt: skip
+    """The compile-time arguments of ``decode_split``."""
+    from triton import language as tl
+
+    dtypes = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+    found: dict[str, object] = dict(D=dim, Q=queries, M=columns, BLOCK_N=block_n, STAGES=stages, SOFTCAP=softcap, TAIL=tail_k is not None)
+    for name, side in (("K", key), ("V", value)):
+        found |= {
+            f"{name}_KIND": side.kind, f"{name}_BITS": side.bits, f"{name}_WORD": side.word, f"{name}_CHUNK": side.chunk,
+            f"{name}_GROUP": side.group, f"{name}_ROW": side.row, f"{name}_ALIGN": side.align, f"{name}_DOT": dtypes[side.dot],
+            f"{name}_FAST": side.fast,
+        }  # fmt: skip
+    found["K_PAIRS"] = key.pairs
+    for name, side in (("TK", tail_k), ("TV", tail_v)):
+        found |= {f"{name}_ROW": side.row if side else 1, f"{name}_ALIGN": side.align if side else 1}
+        found[f"{name}_DOT"] = dtypes[side.dot] if side else tl.float32
+    return found
+
+
+def _settings(device: torch.device, key: Side, value: Side, columns: int, dim: int) -> launch.Settings:
+    wide = max((key, value), key=lambda side: side.row_bytes)
+    bits = 32 if torch.float32 in (key.dot, value.dot) else wide.bits if wide.codes is not None else 16
+    return launch.settings(device, bits, dim, columns)
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _tensors(x: Tensor | Codes) -> list[Tensor | None]:
+    return [x] if isinstance(x, Tensor) else [x.codes, x.scale, x.zero, x.group]
+
+
+def _check_query(q: Tensor) -> tuple[int, int, int, int]:
+    if q.ndim != 4:
+        raise ValueError(f"q has {q.ndim} dims, must be [B, Hq, Q, D]")
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q is {q.dtype}, must be float32, float16 or bfloat16")
+    batch, heads, queries, dim = q.shape
+    if not 1 <= queries <= MAX_QUERIES:
+        raise ValueError(f"q has {queries} queries, must be 1 to {MAX_QUERIES}")
+    if not 1 <= dim <= 256:
+        raise ValueError(f"q has head dim {dim}, must be 1 to 256")
+    return batch, heads, queries, dim
+
+
+def _check_pair(a: str, x: Side, b: str, y: Side) -> None:
+    if x.words.shape[:3] != y.words.shape[:3]:
+        raise ValueError(f"{a} and {b} must agree in batch, heads and tokens, got {list(x.words.shape[:3])} and {list(y.words.shape[:3])}")
+
+
+def _check_bias(bias: Tensor | None, batch: int, kv_heads: int, queries: int, tokens: int) -> Tensor | None:
+    if bias is None:
+        return None
+    allowed = [{1, batch}, {1, kv_heads}, {1, queries}, {tokens}]
+    if bias.ndim != 4 or not bias.is_floating_point() or any(size not in ok for size, ok in zip(bias.shape, allowed)):
+        raise ValueError(
+            f"bias is {bias.dtype} {list(bias.shape)}, must be floating point [1 or {batch}, 1 or {kv_heads}, 1 or {queries}, {tokens}]"
+        )
+    return bias.expand(batch, kv_heads, queries, tokens)
+
+
+def _check_length(length: int | Tensor | None, batch: int, n: int) -> tuple[Tensor | None, int]:
+    """-> (per-row lengths or None, the most tokens that can count)."""
+    if isinstance(length, Tensor):
+        if tuple(length.shape) != (batch,) or length.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"length is {length.dtype} {list(length.shape)}, must be int32 or int64 [{batch}]")
+        return length.contiguous(), n
+    if length is None:
+        return None, n
+    if not 0 <= length <= n:
+        raise ValueError(f"length={length} must be 0 to {n}, the tokens in k")
+    return None, int(length)
+
+
+def _side(name: str, x: Tensor | Codes, q: Tensor, interpreted: bool) -> Side:
+    """Check keys or values and say how the kernel shall read them."""
+    batch, _, _, dim = q.shape
+    if isinstance(x, Tensor):
+        if x.ndim != 4 or x.shape[0] != batch or x.shape[3] != dim:
+            raise ValueError(f"{name} has shape {list(x.shape)}, must be [{batch}, Hk, N, {dim}]")
+        if x.dtype not in DTYPES:
+            raise ValueError(f"{name} is {x.dtype}, must be float32, float16, bfloat16 or Codes")
+        if dim > 1 and x.stride(3) != 1:
+            raise ValueError(f"{name} has stride {x.stride(3)} in its last dim, must be 1")
+        dot = x.dtype if x.dtype == q.dtype else torch.float32
+        if interpreted and dot == torch.bfloat16:
+            dot = torch.float32  # the interpreter multiplies bfloat16 bit patterns
+        return Side(x, "dense", 8, 1, dim, dim, _alignment(x), dot, False)
+
+    _check_codes(name, x, batch, dim)
+    dot = torch.float32 if q.dtype == torch.float32 else torch.float16
+    plane = dim * x.bits // 8
+    kind, chunk = x.axis, plane
+    if x.axis == "token":
+        chunk = gcd(plane, x.group_size)
+    elif name == "v":
+        raise ValueError("v has axis='channel', must be 'token'")
+    elif x.group is not None or x.group_size & -x.group_size < 16:
+        kind = "rows"
+    words, word = x.codes, 1
+    if chunk % 2 == 0 and x.codes.storage_offset() % 2 == 0 and all(s % 2 == 0 for s in x.codes.stride()[:3]):
+        words, word = x.codes.view(torch.int16), 2
+    fast = word == 2 and dot == torch.float16 and not interpreted
+    even = all(s % 2 == 0 for s in (x.zero.storage_offset(), *x.zero.stride()[:3]))
+    pairs = kind == "channel" and word == 2 and x.zero.dtype == torch.float16 and even
+    return Side(words, kind, x.bits, word, chunk, x.group_size, _alignment(words), dot, fast, pairs, x)
+
+
+def _alignment(x: Tensor) -> int:
+    """The largest power of two, up to 16 bytes, that divides the strides of batch and head: what the compiler may rely on."""
+    return gcd(16 // x.element_size(), x.stride(0), x.stride(1))
+
+
+def _check_codes(name: str, x: Codes, batch: int, dim: int) -> None:
+    """The promises of :class:`Codes` that a kernel relies on."""
+    if x.bits not in BITS:
+        raise ValueError(f"{name} has bits={x.bits}, must be one of {BITS}")
+    if x.axis not in ("channel", "token"):
+        raise ValueError(f"{name} has axis={x.axis!r}, must be 'channel' or 'token'")
+    if x.codes.ndim != 4 or x.codes.dtype != torch.uint8 or x.codes.shape[0] != batch or x.codes.shape[3] * 8 != dim * x.bits:
+        raise ValueError(f"{name}.codes is {x.codes.dtype} {list(x.codes.shape)}, must be uint8 [{batch}, Hk, N, {dim * x.bits / 8:g}]")
+    if x.codes.stride(3) != 1 and x.codes.shape[3] > 1:
+        raise ValueError(f"{name}.codes has stride {x.codes.stride(3)} in its last dim, must be 1")
+    if x.group_size < 1 or x.axis == "token" and dim % x.group_size:
+        raise ValueError(f"{name} has group_size={x.group_size}, must be a positive divisor of the head dim {dim}" if x.axis == "token" else
+                         f"{name} has group_size={x.group_size}, must be at least 1")  # fmt: skip
+    heads, n = x.codes.shape[1:3]
+    want = (batch, heads, n, dim // x.group_size)
+    if x.axis == "channel":
+        groups = x.scale.shape[2] if x.scale.ndim == 4 else 0
+        want = (batch, heads, groups if x.group is not None else max(groups, -(-n // x.group_size)), dim)
+    for what, t in (("scale", x.scale), ("zero", x.zero)):
+        if tuple(t.shape) != want or t.dtype not in (torch.float16, torch.float32):
+            raise ValueError(f"{name}.{what} is {t.dtype} {list(t.shape)}, must be float16 or float32 {list(want)}")
+        if t.stride(3) != 1 and t.shape[3] > 1:
+            raise ValueError(f"{name}.{what} has stride {t.stride(3)} in its last dim, must be 1")
+    if x.scale.stride() != x.zero.stride():
+        raise ValueError(f"{name}.scale and {name}.zero must have the same strides, got {x.scale.stride()} and {x.zero.stride()}")
+    if x.group is not None and (x.group.dtype != torch.int32 or tuple(x.group.shape) != (batch, heads, n)):
+        raise ValueError(f"{name}.group is {x.group.dtype} {list(x.group.shape)}, must be int32 {[batch, heads, n]}")

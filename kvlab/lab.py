@@ -1,0 +1,188 @@
+"""Lab: a model with its tokenizer, and the few things people do with it: encode, prefill, generate."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvlab.cache import KVCache, forward
+from kvlab.geometry import Geometry
+from kvlab.memory import Memory
+from kvlab.models import SMOLLM2, load_model
+from kvlab.strategy import Strategy
+
+#: Called as ``(stage, done, total)`` between steps; an exception raised in it ends the work there (see ``errors.Cancelled``).
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one run said, held and took. Times in seconds; ``token_times`` has one entry for each token after the first."""
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    strategy: Strategy
+    memory: Memory
+    growth: tuple[tuple[int, Memory], ...]  # (tokens seen, bytes) after the prompt's pieces and after every few tokens
+    first_token_time: float
+    token_times: tuple[float, ...]
+    cold: bool  # the first run of this process on this model: it pays for memory and libraries waking up
+
+
+@dataclass
+class Lab:
+    """A language model on the bench. Made by :func:`load`."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    _warm: bool = field(default=False, repr=False)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry.from_config(self.model.config)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def context(self) -> int:
+        """The longest sequence the model was made for, in tokens."""
+        return int(getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", 1 << 30))
+
+    def encode(self, text: str) -> Tensor:
+        """Token ids, int64 ``[1, n]``. Raises ``ValueError`` for an empty text or one longer than the model's context."""
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"prompt={text!r} is empty (allowed: 1 to {self.context} tokens of text)")
+        ids = self.tokenizer(text, return_tensors="pt", verbose=False).input_ids
+        if ids.shape[1] > self.context:
+            raise ValueError(f"the prompt has {ids.shape[1]} tokens, more than the model's context (allowed: 1 to {self.context} tokens)")
+        return ids.to(self.device)
+
+    def prefill(self, ids: Tensor, cache: Cache, chunk: int = 0, progress: Progress | None = None) -> Tensor:
+        """Feed ``ids`` ``[1, n]``, in pieces of ``chunk`` tokens where that is not 0 -> logits of the last token ``[1, 1, vocabulary]``."""
+        if chunk < 0:
+            raise ValueError(f"chunk={chunk} is out of range (allowed: 0 for one piece, or a number of tokens)")
+        n = ids.shape[1]
+        size, logits = chunk or n, None
+        for start in range(0, n, size):
+            if progress:
+                progress("reading the prompt", start, n)
+            logits = forward(self.model, ids[:, start : start + size], cache, last=True)
+        assert logits is not None
+        return logits
+
+    def generate(
+        self,
+        prompt: str | Tensor,
+        strategy: Strategy | None = None,
+        *,
+        max_new_tokens: int = 40,
+        cache: KVCache | None = None,
+        progress: Progress | None = None,
+        every: int = 8,
+    ) -> Generation:
+        """Continue ``prompt`` greedily through a cache.
+
+        Args:
+            prompt: text, or ids ``[1, n]``. With a used ``cache``, only what is new.
+            strategy: for a new cache; leave out when ``cache`` is given.
+            max_new_tokens: at least 1; the end-of-sequence token ends it earlier.
+            cache: a cache to go on with (many turns).
+            progress: called between steps.
+            every: tokens between two points of ``growth``.
+
+        Raises:
+            ValueError: an empty prompt, one that does not fit the context, or the old prompt again with a used cache.
+        """
+        if cache is not None and strategy is not None and strategy != cache.strategy:
+            raise ValueError("generate: the cache has a strategy of its own; give one of the two")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} is out of range (allowed: 1 to {self.context})")
+        ids = self.encode(prompt) if isinstance(prompt, str) else prompt.to(self.device)
+        if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
+            raise ValueError(f"prompt ids have the shape {tuple(ids.shape)} (allowed: [1, n] with n of 1 or more)")
+        cache = KVCache(self.model, strategy) if cache is None else cache
+        self._check_room(ids, cache, max_new_tokens)
+        cold, self._warm = not self._warm, True
+        cache.read.extend(ids[0].tolist())
+
+        start = time.perf_counter()
+        growth: list[tuple[int, Memory]] = []
+        chunk = cache.strategy.chunk or ids.shape[1]
+        for begin in range(0, ids.shape[1], chunk):
+            logits = self.prefill(ids[:, begin : begin + chunk], cache, progress=progress)
+            growth.append((cache.get_seq_length(), cache.memory()))
+        tokens = [int(logits[0, -1].argmax())]
+        first = time.perf_counter() - start
+        stops, times = self._stops(), []
+        while len(tokens) < max_new_tokens and tokens[-1] not in stops:
+            if progress:
+                progress("continuing", len(tokens), max_new_tokens)
+            start = time.perf_counter()
+            logits = forward(self.model, torch.tensor([[tokens[-1]]], device=self.device), cache, last=True)
+            cache.read.append(tokens[-1])
+            tokens.append(int(logits[0, -1].argmax()))
+            times.append(time.perf_counter() - start)
+            if len(times) % every == 0:
+                growth.append((cache.get_seq_length(), cache.memory()))
+        memory = cache.memory()
+        if growth[-1][0] != memory.seen:
+            growth.append((memory.seen, memory))
+        text = self.tokenizer.decode([t for t in tokens if t not in stops])
+        return Generation(text, tuple(tokens), ids.shape[1], cache.strategy, memory, tuple(growth), first, tuple(times), cold)
+
+    def _check_room(self, ids: Tensor, cache: KVCache, new: int) -> None:
+        seen, old = cache.get_seq_length(), cache.read
+        if seen and old and ids.shape[1] >= min(len(old), 2) and ids[0].tolist()[: len(old)] == old[: ids.shape[1]]:
+            raise ValueError(
+                f"the prompt's {ids.shape[1]} tokens are already in this cache ({seen} tokens); pass only what is new, or reset() the cache"
+            )
+        total = seen + ids.shape[1] + new
+        if total > self.context:
+            raise ValueError(f"prompt and continuation need {total} tokens, more than the model's context (allowed: up to {self.context} tokens)")
+
+    def _stops(self) -> set[int]:
+        stop = getattr(self.model.generation_config, "eos_token_id", None) if hasattr(self.model, "generation_config") else None
+        stop = self.tokenizer.eos_token_id if stop is None else stop
+        return set(stop) if isinstance(stop, list | tuple) else {stop}
+
+
+def load(
+    name: str | os.PathLike[str] = SMOLLM2,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+) -> Lab:
+    """Load a model and its tokenizer, and look whether kvlab can serve it.
+
+    Args:
+        name: ``"smollm2-135m"``, a local folder in transformers' layout, or a hub id.
+        dtype, device, progress: see :func:`kvlab.models.load_model`.
+
+    Raises:
+        ValueError: a wrong argument.
+        ModelUnavailable: the files cannot be had. DamagedModel: they are broken.
+        UnsupportedModel: not a model kvlab can serve; two tokens are run through it to see.
+    """
+    model, tokenizer = load_model(name, dtype, device, progress)
+    probe(model)
+    return Lab(str(name), model, tokenizer)
+
+
+def probe(model: Any) -> None:
+    """Run two tokens through a kvlab cache, one at a time. Raises ``UnsupportedModel`` if the model uses it in a way kvlab does not know."""
+    cache = KVCache(model)
+    token = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
+    for _ in range(2):
+        forward(model, token, cache, last=True)

@@ -1,0 +1,12 @@
+"""What a strategy costs and what it breaks, measured: memory, latency, quality with the cache in the loop, tasks."""
+
+from kvlab.measure.latency import Latency, latency
+from kvlab.measure.memory import predict, predict_curve
+from kvlab.measure.quality import Control, Quality, control, quality
+from kvlab.measure.result import Result, append_jsonl, measure, read_jsonl
+from kvlab.measure.tasks import Needle, needle
+
+__all__ = [
+    "Control", "Latency", "Needle", "Quality", "Result", "append_jsonl", "control", "latency", "measure", "needle", "predict", "predict_curve",
+    "quality", "read_jsonl",
+]  # fmt: skip

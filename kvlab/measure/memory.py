@@ -1,0 +1,51 @@
+"""What a strategy should take, from the settings alone: the curve that measured points are drawn on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from kvlab.geometry import Geometry
+from kvlab.store.base import LayerShape
+from kvlab.strategy import Strategy
+
+
+def predict(geometry: Geometry, strategy: Strategy, tokens: int, *, batch: int = 1, bits: int = 16) -> dict[str, float]:
+    """Predicted bytes by part after ``tokens`` tokens of a sequence, all layers and all of ``batch`` sequences; room to grow apart.
+
+    Parts are named as in ``KVCache.memory()``. ``bits`` is the width of the model's own numbers (32 for a float32 run).
+
+    Raises:
+        ValueError: tokens below 0, batch below 1, bits other than 16 or 32, or a strategy that does not fit the model.
+    """
+    if tokens < 0:
+        raise ValueError(f"tokens={tokens} is out of range (allowed: 0 or more)")
+    if batch < 1:
+        raise ValueError(f"batch={batch} is out of range (allowed: 1 or more)")
+    if bits not in (16, 32):
+        raise ValueError(f"bits={bits} is not one of 16, 32")
+    dtype = torch.float32 if bits == 32 else torch.float16
+    limit = strategy.keep.limit()
+    rows = tokens if limit is None else min(tokens, limit)
+    out: dict[str, float] = {}
+    for number, layer in enumerate(geometry.layers):
+        if not layer.kv_heads:
+            continue
+        shape = LayerShape(number, len(geometry.layers), batch, layer.kv_heads, layer.key_dim, layer.value_dim, dtype, torch.device("cpu"))
+        parts = strategy.store.predict(rows, shape)
+        if limit is not None and tokens > limit:
+            shared = "mass" not in strategy.keep.needs  # every head holds the same tokens
+            parts["columns"] = rows * 4 * (1 if shared else batch * layer.kv_heads)
+        if "mass" in strategy.keep.needs:
+            parts["evidence"] = rows * 4 * batch * layer.kv_heads
+        for part, size in parts.items():
+            out[part] = out.get(part, 0.0) + size
+    return out
+
+
+def predict_curve(geometry: Geometry, strategy: Strategy, tokens: Iterable[int], *, batch: int = 1, bits: int = 16) -> dict[str, list[float]]:
+    """:func:`predict` at several lengths -> part -> bytes at each of them (0 where a part does not occur yet)."""
+    points = [predict(geometry, strategy, t, batch=batch, bits=bits) for t in tokens]
+    names = dict.fromkeys(name for point in points for name in point)
+    return {name: [point.get(name, 0.0) for point in points] for name in names}

@@ -1,0 +1,32 @@
+"""Tiny random models and prompts that every test can use. ``KVLAB_TEST_DEVICE=cuda`` runs the same tests on a GPU."""
+
+import os
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+DEVICE = torch.device(os.environ.get("KVLAB_TEST_DEVICE", "cpu"))
+COMMON = dict(
+    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.15
+)
+
+
+def make_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**COMMON, **changes})).eval().to(DEVICE)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture(scope="session")
+def llama() -> LlamaForCausalLM:
+    return make_llama()
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0)).to(DEVICE)
