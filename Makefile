@@ -18,6 +18,7 @@ PINNED := pyproject.toml constraints.txt
 HAS_PIP := $(PY) -m pip --version >/dev/null 2>&1 || { echo "$(PY) has no pip: $(PY) -m ensurepip, or make clean"; exit 1; }
 CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name) 2>/dev/null)))
 
+.NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help lab test lint unit notebooks-test browser notebooks gpu nightly clean
 
@@ -25,8 +26,8 @@ help:
 	@sed -n 's/^## //p' Makefile
 
 ## make lab        install what is pinned, fetch the model once, open JupyterLab on the live lab
-lab: $(VENV)/.lab
-	$(BIN)/kvlab lab $(LAB_FLAGS)
+lab: $(VENV)/.lab $(VENV)/.model
+	@$(PY) kvlab/jupyter.py $(LAB_FLAGS)
 
 ## make test       install what tests need, then lint, unit and kernel tests, notebooks, browser
 test: $(VENV)/.test
@@ -41,8 +42,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-unit: $(VENV)/.test
-	$(BIN)/kvlab model
+unit: $(VENV)/.test $(VENV)/.model
 	$(PY) -m pytest -q tests --ignore=tests/browser
 
 # The cells of every notebook run; outputs are compared where a cell asks for it (tag nbval-check-output).
@@ -86,6 +86,11 @@ ifneq ($(TRANSFORMERS),)
 	$(PY) -m pip --disable-pip-version-check install --quiet --upgrade "transformers$(if $(filter newest,$(TRANSFORMERS)),<6,==$(TRANSFORMERS))"
 endif
 	@touch $@ $(VENV)/.lab
+
+# Fetched and checked before the first start; whatever happens to it later, kvlab.load sees it.
+$(VENV)/.model: kvlab/fetch.py | $(VENV)/.lab
+	$(BIN)/kvlab model
+	@touch $@
 
 $(PY):
 	@command -v $(PYTHON) >/dev/null || { \

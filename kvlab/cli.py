@@ -1,28 +1,14 @@
 """The command line: `kvlab lab` opens the notebooks, `kvlab model` fetches and checks the model that comes with them."""
 
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from kvlab.errors import ModelUnavailable, UnsupportedModel
 from kvlab.fetch import SMOLLM2, cache_dir, check, missing, smollm2
+from kvlab.jupyter import start
 
 if TYPE_CHECKING:
     import typer
-
-HOME = Path(__file__).parents[1]  # the checkout, where there is one
-NOTEBOOK = HOME / "notebooks" / "00_live_lab.ipynb"
-
-# JupyterLab for a lab: reached from this machine only, with its token, and silent towards the outside:
-# no news, no question about news, no look for updates, no catalogue of extensions, no search for language servers.
-SERVER = (
-    "--ServerApp.ip=127.0.0.1",
-    "--LabApp.news_url=None",
-    "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-    "--LabApp.extension_manager=readonly",
-    "--LanguageServerManager.autodetect=False",
-)
 
 
 def main() -> None:
@@ -54,9 +40,7 @@ def app() -> "typer.Typer":
     def lab(context: typer.Context) -> None:
         """Open the live lab in JupyterLab. Further options go to JupyterLab (--no-browser, --port 9000 …)."""
         smollm2()
-        command = jupyter(context.args)
-        sys.stdout.flush()
-        os.execv(command[0], command)
+        start(context.args)
 
     @commands.command()
     def model(
@@ -71,13 +55,3 @@ def app() -> "typer.Typer":
         typer.echo(f"{folder} ({size / 1e6:.0f} MB, {'every byte' if full else 'sizes and headers'} checked)")
 
     return commands
-
-
-def jupyter(options: list[str]) -> list[str]:
-    """The command that starts JupyterLab: on the live lab in a checkout, else in the current folder."""
-    command = [sys.executable, "-m", "jupyterlab", *SERVER]
-    if hasattr(os, "geteuid") and os.geteuid() == 0:  # a container: JupyterLab refuses to run as root unless told
-        command.append("--allow-root")
-    if NOTEBOOK.is_file():
-        command += [f"--ServerApp.root_dir={HOME}", f"--LabApp.default_url=/lab/tree/{NOTEBOOK.relative_to(HOME).as_posix()}"]
-    return [*command, *options]

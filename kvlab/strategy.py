@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import pkgutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -123,6 +125,12 @@ class Method:
             if value != type(self).__dataclass_fields__[name].default:  # type: ignore[attr-defined]
                 parts.append(f"{name}={value.to_code() if isinstance(value, Method) else repr(value)}")
         return f"{self.axis}.{type(self).__name__}({', '.join(parts)})"
+
+
+def discover(package: str, paths: Iterable[str]) -> None:
+    """Import every file of an axis's folder, so that the classes in them register themselves."""
+    for module in pkgutil.iter_modules(paths):
+        importlib.import_module(f"{package}.{module.name}")
 
 
 def methods(axis: str) -> dict[str, type[Method]]:

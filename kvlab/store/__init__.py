@@ -1,14 +1,8 @@
 """The store axis: one file a method. A new file here is found by itself."""
 
-from __future__ import annotations
+from kvlab.strategy import Method, discover, registry
 
-import importlib
-import pkgutil
-
-from kvlab.strategy import Method, registry
-
-for _module in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_module.name}")
+discover(__name__, __path__)
 
 
 def __getattr__(name: str) -> type[Method]:

@@ -1,0 +1,59 @@
+"""Quantization of keys and values to packed codes, straight into cache storage."""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from . import launch
+from .layout import Codes
+from .reference import destination
+
+MAX_GROUP = 1024  # tokens of a channel group, which one program holds
+
+
+def quantize(x: Tensor, bits: int, axis: str, group_size: int, scale_dtype: torch.dtype = torch.float16, out: Codes | None = None) -> Codes:
+    """``x`` ``[B, H, N, D]`` (any strides) -> :class:`~kvlab_kernels.layout.Codes`, by one kernel.
+
+    Arguments, rounding and errors are those of :func:`~kvlab_kernels.reference.quantize_torch`, and so are the results, bit for bit.
+    ``out`` may be views of a cache, their last dim contiguous. A channel group may hold at most 1,024 tokens.
+    """
+    launch.require_triton()
+    launch.check_device(x, *((out.codes, out.scale, out.zero) if out is not None else ()))
+    out = destination(x, bits, axis, group_size, scale_dtype, out)
+    if x.numel():
+        kernel, grid, args, constants, options = plan(x, out)
+        kernel[grid](*args, **constants, **options)
+    return out
+
+
+def plan(x: Tensor, out: Codes) -> tuple[object, tuple[int, ...], tuple, dict[str, object], dict[str, int]]:
+    """The launch: kernel, grid, arguments, compile-time constants and options."""
+    from . import _quantize_kernels as kernels
+
+    b, h, n, d = x.shape
+    for name, t in (("codes", out.codes), ("scale", out.scale), ("zero", out.zero)):
+        if t.stride(3) != 1 and t.shape[3] > 1:
+            raise ValueError(f"out.{name} has stride {t.stride(3)} in its last dim, must be 1")
+    size, plane, fields = out.group_size, d * out.bits // 8, 8 // out.bits
+    constants = dict(BITS=out.bits, SIZE=size, PLANE=plane, LARGEST=torch.finfo(out.scale.dtype).max)
+    strides = (*x.stride(), *out.codes.stride()[:3], *out.scale.stride()[:3], *out.zero.stride()[:3])
+    if out.axis == "channel":
+        if size > MAX_GROUP:
+            raise ValueError(f"group_size={size} must be at most {MAX_GROUP} for axis='channel'")
+        rows = _power_of_2(size)
+        columns = min(_power_of_2(plane), max(8, min(64, 8192 // rows)))
+        constants |= dict(ROWS=rows, COLUMNS=columns)
+        grid = (b * h, n // size, -(-plane // columns))
+        return kernels.quantize_channel, grid, (x, out.codes, out.scale, out.zero, h, *strides), constants, {"num_warps": 4}
+    chunk = gcd(plane, size)
+    columns = _power_of_2(chunk)
+    rows = max(1, min(64, 2048 // max(columns, d // fields)))
+    constants |= dict(CHUNK=chunk, ROWS=rows, COLUMNS=columns)
+    return kernels.quantize_token, (b * h, -(-n // rows)), (x, out.codes, out.scale, out.zero, h, n, *strides), constants, {"num_warps": 4}
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
