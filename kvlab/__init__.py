@@ -1,7 +1,7 @@
 """kvlab: a lab bench for the KV cache of language models. See what a cache strategy costs, and what it breaks."""
 
 from kvlab import keep, place, store
-from kvlab.attention import attach, detach
+from kvlab.attention import attach, backend, detach
 from kvlab.cache import KVCache
 from kvlab.errors import UnsupportedModel
 from kvlab.lab import Generation, Lab, load
@@ -9,4 +9,4 @@ from kvlab.memory import Memory
 from kvlab.strategy import Strategy
 
 __version__ = "0.1.0"
-__all__ = ["Generation", "KVCache", "Lab", "Memory", "Strategy", "UnsupportedModel", "attach", "detach", "keep", "load", "place", "store"]
+__all__ = ["Generation", "KVCache", "Lab", "Memory", "Strategy", "UnsupportedModel", "attach", "backend", "detach", "keep", "load", "place", "store"]

@@ -7,6 +7,8 @@ history nor a queries x keys matrix of the whole prompt is ever held, and the he
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -172,6 +174,9 @@ def attend(
         out = F.scaled_dot_product_attention(query, new_keys, new_values, is_causal=q_len > 1, scale=scale, enable_gqa=group > 1)
         return out, None, 0
 
+    if stored and fused(query) and not layer.wants_mass and watch is None:
+        return _decode(layer, query, rule, scale, softcap, sinks), None, 0
+
     total = stored + new
     mass = torch.zeros((b, hk, total), dtype=torch.float32, device=query.device) if layer.wants_mass else None
     out = query.new_empty((b, hq, q_len, new_values.shape[3]))
@@ -210,6 +215,36 @@ def attend(
             mixed += store.mix(flat[..., start:stop], start, stop)
         out[:, :, first:last] = mixed.view(b, hk, group, last - first, -1).reshape(b, hq, last - first, -1)
     return out, mass, scratch
+
+
+def fused(query: Tensor) -> bool:
+    """Whether the Triton kernel serves these queries: a few of them, on a GPU (or in the interpreter, where ``KVLAB_FUSED=1`` asks for it)."""
+    return query.shape[2] <= 16 and query.shape[3] <= 256 and backend(query.device) == "triton"
+
+
+def backend(device: torch.device | str | None = None) -> str:
+    """What reads the stored tokens of a decode step on ``device`` (default: the GPU if there is one): "triton" or "torch"."""
+    kind = torch.device(device).type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    wanted = kind == "cuda" or os.environ.get("KVLAB_FUSED") == "1"
+    return "triton" if wanted and importlib.util.find_spec("triton") else "torch"
+
+
+def _decode(layer: Layer, query: Tensor, rule: Rule, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """The fused kernel: it reads the codes, no dense copy. The new tokens and the store's plain tail are its second part."""
+    from kvlab_kernels.decode import decode_attention
+
+    assert layer.new_keys is not None and layer.new_values is not None
+    keys, values, *tail = layer.store.layout()
+    tails = [torch.cat([old, new], 2) if old is not None else new for old, new in zip(tail, (layer.new_keys, layer.new_values), strict=True)]
+    hidden = _hidden(layer, rule, query.shape[2], 0, query.shape[2], layer.new_keys.shape[2])
+    bias = None
+    if hidden is not None:
+        hidden = hidden.squeeze(2)
+        bias = torch.zeros(hidden.shape, dtype=torch.float32, device=query.device).masked_fill_(hidden, float("-inf"))
+    out, _ = decode_attention(
+        query, keys, values, scaling=scale, bias=bias, softcap=softcap, sinks=sinks, residual_k=tails[0], residual_v=tails[1]
+    )
+    return out
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

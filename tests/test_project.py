@@ -8,11 +8,13 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
@@ -77,6 +79,17 @@ def test_the_base_is_torch_and_transformers() -> None:
 def test_no_pin_is_tied_to_a_machine() -> None:
     assert all("+" not in version for version in pins().values())
     assert "://" not in (ROOT / "constraints.txt").read_text()
+
+
+def test_no_pin_shuts_out_an_older_patch_of_python() -> None:
+    """Debian 12 has Python 3.11.2; some packages ask for 3.11.5."""
+    for name, version in pins().items():
+        try:
+            found = metadata(name)
+        except PackageNotFoundError:
+            continue  # another system's
+        if found["Version"] == version and (allowed := found["Requires-Python"]):
+            assert all(python in SpecifierSet(allowed) for python in ("3.11.0", "3.12.0", "3.13.0")), f"{name}: {allowed}"
 
 
 def test_the_version_is_told_once() -> None:

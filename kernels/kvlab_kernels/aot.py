@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 
-from . import decode, launch
+from . import decode, launch, quantize
 from .layout import Codes
+from .reference import destination
 
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
@@ -168,51 +169,56 @@ def codes(batch: int, heads: int, n: int, dim: int, bits: int, axis: str, group_
 def jobs(arch: int) -> Iterator[Job]:
     """Every kernel in the variants that matter."""
     yield from decode_jobs(arch)
+    yield from quantize_jobs()
 
 
 def decode_jobs(arch: int) -> Iterator[Job]:
     from . import _decode_kernels as kernels
 
     batch, kv_heads, n, tail = 8, 8, 32768, 128
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
-    def job(variant: str, dtype: torch.dtype, k, v, dim: int = 128, group: int = 4, queries: int = 1, hot: bool = True, residual: bool = True, **options):
+    def job(variant: str, dtype: torch.dtype, k, v, dim: int = 128, group: int = 4, queries: int = 1, hot: bool = True, **options):
         q = meta(batch, kv_heads * group, queries, dim, dtype=dtype)
-        rest = meta(batch, kv_heads, tail, dim, dtype=dtype) if residual else None
-        work = decode.plan(q, k, v, 0.1, residual_k=rest, residual_v=rest, device=Arch(arch), **options)
+        rest = meta(batch, kv_heads, tail, dim, dtype=dtype)
+        work = decode.plan(q, k, v, 0.1, residual_k=rest, residual_v=rest, device=pretend(arch), **options)
         return Job("decode_split", variant, kernels.decode_split, work.split_args, work.split_constants, work.options, hot)
 
-    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    for dtype in (bf16, fp16):
-        dense = meta(batch, kv_heads, n, 128, dtype=dtype)
-        yield job(f"{_TYPES[dtype]} dense", dtype, dense, dense)
+    def pair(bits: int, size: int = 64, dim: int = 128, axis: str = "channel", table: bool = False):
+        k_size = size if axis == "token" else size & -size
+        return codes(batch, kv_heads, n, dim, bits, axis, k_size, table), codes(batch, kv_heads, n, dim, bits, "token", size)
+
+    for dtype in (bf16, fp16, fp32):
+        yield job(f"{_TYPES[dtype]} dense", dtype, *[meta(batch, kv_heads, n, 128, dtype=dtype)] * 2, hot=dtype != fp32)
     for dim in (64, 80, 96, 256):
-        dense = meta(batch, kv_heads, n, dim, dtype=bf16)
-        yield job(f"bf16 dense d{dim}", bf16, dense, dense, dim)
+        yield job(f"bf16 dense d{dim}", bf16, *[meta(batch, kv_heads, n, dim, dtype=bf16)] * 2, dim)
     for bits in (8, 4, 2):
         for size in (32, 64, 128):
-            k, v = codes(batch, kv_heads, n, 128, bits, "channel", size), codes(batch, kv_heads, n, 128, bits, "token", size)
-            yield job(f"int{bits} channel/token g{size}", bf16, k, v)
-        k, v = codes(batch, kv_heads, n, 128, bits, "token", 64), codes(batch, kv_heads, n, 128, bits, "token", 64)
-        yield job(f"int{bits} token/token g64", bf16, k, v)
-        k, v = codes(batch, kv_heads, n, 128, bits, "channel", 64), codes(batch, kv_heads, n, 128, bits, "token", 64)
-        yield job(f"int{bits} g64 8 heads a group", fp16, k, v, group=8)
-        yield job(f"int{bits} g64 16 queries", bf16, k, v, queries=16)
-        yield job(f"int{bits} g64 bias softcap", bf16, k, v, bias=meta(batch, 1, 1, n + tail, dtype=fp32), softcap=30.0)
-        k = codes(batch, kv_heads, n, 128, bits, "channel", 64, table=True)
-        yield job(f"int{bits} table", bf16, k, v, hot=False)
-        yield job(f"int{bits} fp32", fp32, codes(batch, kv_heads, n, 128, bits, "channel", 64), v, hot=False)
+            yield job(f"int{bits} g{size}", bf16, *pair(bits, size))
+        yield job(f"int{bits} keys per token", bf16, *pair(bits, axis="token"))
+        yield job(f"int{bits} 16 columns", fp16, *pair(bits), group=16)
+        yield job(f"int{bits} 16 queries", bf16, *pair(bits), queries=16)
+        yield job(f"int{bits} bias softcap", bf16, *pair(bits), bias=meta(batch, 1, 1, n + tail, dtype=fp32), softcap=30.0)
+        yield job(f"int{bits} table", bf16, *pair(bits, table=True), hot=False)
+        yield job(f"int{bits} fp32", fp32, *pair(bits), hot=False)
         for dim, size in ((64, 64), (80, 80), (96, 32), (256, 64)):
-            k, v = codes(batch, kv_heads, n, dim, bits, "channel", 64), codes(batch, kv_heads, n, dim, bits, "token", size)
-            yield job(f"int{bits} d{dim} g{size}", bf16, k, v, dim, hot=dim in (64, 256))
-    k, v = codes(batch, kv_heads, n, 128, 4, "channel", 64), codes(batch, kv_heads, n, 128, 8, "token", 64)
-    yield job("int4 keys int8 values", bf16, k, v)
-    dense = meta(batch, kv_heads, n, 128, dtype=fp32)
-    yield job("fp32 dense", fp32, dense, dense, hot=False)
-    work = decode.plan(meta(8, 32, 1, 128, dtype=bf16), *[meta(8, 8, n, 128, dtype=bf16)] * 2, 0.1, sinks=meta(32, dtype=bf16), device=Arch(arch))
+            yield job(f"int{bits} d{dim} g{size}", bf16, *pair(bits, size, dim), dim, hot=dim in (64, 256))
+    yield job("int4 keys int8 values", bf16, pair(4)[0], pair(8)[1])
+    dense = meta(batch, kv_heads, n, 128, dtype=bf16)
+    work = decode.plan(meta(batch, 32, 1, 128, dtype=bf16), dense, dense, 0.1, sinks=meta(32, dtype=bf16), device=pretend(arch))
     yield Job("decode_merge", "bf16 sinks", kernels.decode_merge, work.merge_args, work.merge_constants, {"num_warps": 2}, False)
 
 
-def Arch(arch: int) -> torch.device:
+def quantize_jobs() -> Iterator[Job]:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x = meta(8, 8, 4096, 128, dtype=dtype)
+        for bits in (8, 4, 2):
+            for axis, size in (("channel", 64), ("token", 64), ("token", 32)):
+                kernel, _, args, constants, options = quantize.plan(x, destination(x, bits, axis, size, torch.float16, None))
+                yield Job(f"quantize_{axis}", f"{_TYPES[dtype]} int{bits} g{size}", kernel, args, constants, options, False)
+
+
+def pretend(arch: int) -> torch.device:
     """A device name that :func:`launch.capability` answers for without a GPU: its index is the compute capability."""
     return torch.device("meta", arch)
 

@@ -44,17 +44,17 @@ class Settings:
 TABLE: dict[int, dict[int, Settings]] = {
     8: {
         32: Settings(32, 4, 2, 4),
-        16: Settings(64, 4, 2, 4),
-        8: Settings(64, 4, 3, 6),
-        4: Settings(64, 2, 3, 8),
-        2: Settings(64, 1, 3, 12),
+        16: Settings(64, 4, 2, 3),
+        8: Settings(64, 1, 2, 6),
+        4: Settings(64, 1, 3, 8),
+        2: Settings(64, 1, 3, 8),
     },
     9: {
         32: Settings(32, 4, 2, 4),
-        16: Settings(64, 4, 3, 6),
-        8: Settings(64, 2, 3, 8),
-        4: Settings(64, 2, 3, 12),
-        2: Settings(64, 1, 3, 12),
+        16: Settings(64, 4, 3, 3),
+        8: Settings(64, 1, 3, 6),
+        4: Settings(64, 1, 3, 8),
+        2: Settings(64, 1, 3, 8),
     },
 }
 TABLE[10] = TABLE[9]
@@ -112,11 +112,21 @@ def settings(device: torch.device, bits: int, head_dim: int, columns: int) -> Se
     return found
 
 
+@lru_cache(maxsize=4096)
 def splits(device: torch.device, heads: int, tokens: int, found: Settings) -> int:
-    """How many splits fill the device: Flash-Decoding's question, for ``heads`` = batch x KV heads x query blocks."""
-    _, processors = capability(device)
-    wanted = processors * found.programs_per_sm // max(heads, 1)
-    return max(1, min(wanted, -(-tokens // max(WORK_PER_SPLIT, found.block_n)), MAX_SPLITS))
+    """Into how many parts to cut the tokens: Flash-Decoding's question, for ``heads`` = batch x KV heads x query blocks.
+
+    The grid runs in waves of ``programs_per_sm`` for each multiprocessor. Of all cuts the one that leaves the fewest places of its waves
+    empty is taken; every further wave counts as an eighth of a wave lost, since its programs fetch queries and write results again.
+    """
+    slots = capability(device)[1] * found.programs_per_sm
+    most = max(1, min(-(-tokens // max(WORK_PER_SPLIT, found.block_n)), MAX_SPLITS))
+
+    def cost(cut: int) -> float:
+        waves = -(-heads * cut // slots)
+        return waves / cut + 0.125 * waves / most
+
+    return min(range(1, most + 1), key=cost)
 
 
 _TUNED: dict[str, Settings] = {}

@@ -37,7 +37,7 @@ def plan(x: Tensor, out: Codes) -> tuple[object, tuple[int, ...], tuple, dict[st
     for name, t in (("codes", out.codes), ("scale", out.scale), ("zero", out.zero)):
         if t.stride(3) != 1 and t.shape[3] > 1:
             raise ValueError(f"out.{name} has stride {t.stride(3)} in its last dim, must be 1")
-    size, plane, fields = out.group_size, d * out.bits // 8, 8 // out.bits
+    size, plane = out.group_size, d * out.bits // 8
     constants = dict(BITS=out.bits, SIZE=size, PLANE=plane, LARGEST=torch.finfo(out.scale.dtype).max)
     strides = (*x.stride(), *out.codes.stride()[:3], *out.scale.stride()[:3], *out.zero.stride()[:3])
     if out.axis == "channel":
@@ -50,7 +50,7 @@ def plan(x: Tensor, out: Codes) -> tuple[object, tuple[int, ...], tuple, dict[st
         return kernels.quantize_channel, grid, (x, out.codes, out.scale, out.zero, h, *strides), constants, {"num_warps": 4}
     chunk = gcd(plane, size)
     columns = _power_of_2(chunk)
-    rows = max(1, min(64, 2048 // max(columns, d // fields)))
+    rows = max(1, min(64, 2048 // max(columns, _power_of_2(plane))))
     constants |= dict(CHUNK=chunk, ROWS=rows, COLUMNS=columns)
     return kernels.quantize_token, (b * h, -(-n // rows)), (x, out.codes, out.scale, out.zero, h, n, *strides), constants, {"num_warps": 4}
 

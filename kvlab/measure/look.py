@@ -20,7 +20,7 @@ class Attention:
     """Where each query head of one layer looked, pooled: ``tokens`` columns in ``bins`` bins, tokens / bins to a bin.
 
     ``whole`` float32 ``[heads, bins, bins]`` (query, key): the mean share of a query's attention that went to the keys of a bin;
-    NaN where no query was. ``whole_evicted``: bool, the keys of the bin had all been evicted. ``steps`` ``[heads, steps, bins]`` and
+    NaN where no query was, and for keys that come after it. ``whole_evicted``: bool, the keys of the bin had all been evicted. ``steps`` ``[heads, steps, bins]`` and
     ``steps_evicted``: the same for each query that came alone, at decode; they ask at the columns ``first_step``, + 1, ...
     ``sink_share``, ``sink_share_steps``: float ``[heads]``, the share that went to the first ``sinks`` tokens.
     """
@@ -91,12 +91,12 @@ class Heads(Watch):
         hk, group = self._whole.shape[:2]
         heads, here = hk * group, torch.arange(self.bins)
         queries = self.queries[:, None]
-        whole = (self._whole / queries).flatten(0, 1)
+        whole = (self._whole / queries).flatten(0, 1).masked_fill_(here[None, :] > here[:, None], float("nan"))
         evicted = (self._held == 0) & (here[None, :] <= here[:, None]) & (queries > 0)
         steps, steps_gone = torch.zeros(heads, 0, self.bins), torch.zeros(heads, 0, self.bins, dtype=torch.bool)
         if self._steps:
-            steps = torch.stack(self._steps, 2).flatten(0, 1)
-            asks = self._bin(torch.arange(self._first_step, self._first_step + steps.shape[1]))
+            asks = self._bin(torch.arange(self._first_step, self._first_step + len(self._steps)))
+            steps = torch.stack(self._steps, 2).flatten(0, 1).masked_fill_(here[None, :] > asks[:, None], float("nan"))
             gone = (torch.stack(self._steps_held, 1) == 0) & (here[None, :] <= asks[:, None])
             steps_gone = gone.repeat_interleave(group, 0)
         return Attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvlab import geometry, hardware
@@ -70,7 +71,9 @@ class Scaled:
         return self.predicted[self.tokens.index(tokens)]
 
 
-def scaled(strategy: Strategy, model: str, device: str, *, devices: int = 1, requests: int = 1, here: int | None = None) -> Scaled:
+def scaled(
+    strategy: Strategy, model: str, device: str, *, devices: int = 1, requests: int = 1, here: int | None = None
+) -> Scaled:
     """``requests`` requests at once on ``devices`` of a kind, the model and its cache in 16 bits before the strategy.
 
     A strategy that does not stay resident has two layers on the devices at a time, one at work and one arriving.
@@ -85,7 +88,9 @@ def scaled(strategy: Strategy, model: str, device: str, *, devices: int = 1, req
     away = not isinstance(strategy.place, Resident)
 
     def kv(how: Strategy, tokens: int) -> float:
-        return sum(sum(predict(part, how, min(tokens, window or tokens), batch=requests).values()) for window, part in _by_window(shape))
+        return sum(
+            sum(predict(part, how, min(tokens, window or tokens), batch=requests).values()) for window, part in _by_window(shape)
+        )
 
     def on_device(tokens: int) -> Breakdown:
         plain, held = geometry.breakdown(shape, tokens, requests=requests), kv(strategy, tokens)
@@ -125,7 +130,7 @@ def _share(shape: Geometry) -> float:
     return min(1.0, 2 / max(1, len(shape.kv_layers)))
 
 
-def _longest(total, capacity: int, limit: int = 1 << 26) -> int | None:
+def _longest(total: Callable[[int], float], capacity: int, limit: int = 1 << 26) -> int | None:
     if total(1) > capacity:
         return 0
     low, high = 1, 2

@@ -108,6 +108,8 @@ class Session:
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
+        self._geometry = lab.geometry
+        self._lengths: dict[str, int] = {}
         self._recorded: OrderedDict[tuple[str, int, int], _Recorded] = OrderedDict()
         self._kept: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
@@ -116,9 +118,15 @@ class Session:
         """The width of the model's own numbers."""
         return torch.finfo(next(self.lab.model.parameters()).dtype).bits
 
+    def tokens(self, prompt: str) -> int:
+        """How many tokens a prompt has. Raises ``ValueError`` for an empty one or one longer than the model's context."""
+        if prompt not in self._lengths:
+            self._lengths[prompt] = self.lab.encode(prompt).shape[1]
+        return self._lengths[prompt]
+
     def predict(self, strategy: Strategy, prompt: str, new_tokens: int = 24) -> Prediction:
-        """Needs no model run: milliseconds."""
-        return prediction(self.lab.geometry, strategy, self.lab.encode(prompt).shape[1] + new_tokens - 1, self.bits)
+        """Needs no model run: milliseconds, and once the prompt is known not even its tokenizer."""
+        return prediction(self._geometry, strategy, self.tokens(prompt) + new_tokens - 1, self.bits)
 
     def run(self, request: Request, progress: Progress | None = None, *, fresh: bool = False) -> Iterator[Stage]:
         """The stages, each as soon as it is known. ``progress`` is called between steps; what it raises ends the run there.
@@ -165,7 +173,8 @@ class Session:
         if tokens < 64:
             return None
         return self._keep(
-            ("needle", strategy, depth), lambda: needle(self.lab, strategy, tokens=tokens, depth=depth, progress=_named(progress, "needle"))
+            ("needle", strategy, depth),
+            lambda: needle(self.lab, strategy, tokens=tokens, depth=depth, progress=_named(progress, "needle")),
         )
 
     # the steps

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from kvlab_kernels.layout import Codes
 from torch import Tensor
 
 from kvlab.buffer import Buffer
@@ -55,6 +56,10 @@ class StoreState(ABC):
     @abstractmethod
     def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
         """``weights`` ``[B, H, M, stop - start]`` times the values of those rows -> ``[B, H, M, Dv]``."""
+
+    @abstractmethod
+    def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None]:
+        """What fused kernels read, views only: keys, values, and a plain tail of both (or None) that comes after them."""
 
     def blocks(self) -> Iterator[tuple[int, int]]:
         """Row ranges that together cover all rows, each small enough that its scratch stays in a processor cache."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -42,7 +43,10 @@ class DenseState(StoreState):
     def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
         return weights @ self.values.view()[:, :, start:stop]
 
-    def blocks(self):
+    def layout(self) -> tuple[Tensor, Tensor, None, None]:
+        return self.keys.view(), self.values.view(), None, None
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
         # nothing is unpacked, so there is no scratch to keep small: one block reads memory in one sweep
         yield from split(0, len(self), 1 << 16)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from kvlab_kernels.layout import Codes
 from torch import Tensor
 
 from kvlab.buffer import Buffer
@@ -120,7 +122,13 @@ class IntState(StoreState):
             return self.values.mix(weights.float(), start, stop)
         return weights.float() @ self.tail_values.view()[:, :, start - self.frozen : stop - self.frozen].float()
 
-    def blocks(self):
+    def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None]:
+        if not self.frozen:
+            return self.tail_keys.view(), self.tail_values.view(), None, None
+        tail = (self.tail_keys.view(), self.tail_values.view()) if len(self.tail_keys) else (None, None)
+        return self.keys.layout(), self.values.layout(), *tail
+
+    def blocks(self) -> Iterator[tuple[int, int]]:
         rows = block_rows(self.shape)
         if self.settings.key_axis != "token":
             rows = -(-rows // self.settings.group_size) * self.settings.group_size
