@@ -282,12 +282,20 @@ def test_a_hub_id_loads_from_its_snapshot(tiny: Path, monkeypatch: pytest.Monkey
 
 
 def test_offline_hub_is_one_clear_error(tmp_path: Path) -> None:
-    code = "import kvlab.models as m; m.load_model('org/never-fetched')"
-    run = python(code, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
+    run = python(LIGHT + "fetch.hub_snapshot('org/never-fetched', False)", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
     assert "kvlab.errors.ModelUnavailable: the hub cannot be reached for org/never-fetched" in run.stderr
 
 
 # The shipped model's cache
+
+
+# `kvlab.fetch` without kvlab/__init__.py, which would import torch and transformers: seconds for each process.
+LIGHT = f"""
+import sys, types
+sys.modules["kvlab"] = types.ModuleType("kvlab")
+sys.modules["kvlab"].__path__ = [{str(ROOT / "kvlab")!r}]
+import kvlab.fetch as fetch
+"""
 
 
 def python(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -409,7 +417,7 @@ def test_an_interrupted_fetch_leaves_nothing(cache: Path, source: Any, error: ty
 
 
 KILLED = """
-    import os, shutil, sys, kvlab.fetch as fetch
+    import os, shutil
 
     def source(folder, progress):
         shutil.copytree({tiny!r}, folder, dirs_exist_ok=True)
@@ -424,7 +432,7 @@ KILLED = """
 
 @pytest.mark.parametrize("where", ["_write_manifest", "sha256", "os.fsync", "Path.replace"])
 def test_a_kill_leaves_no_half_model(cache: Path, tiny: Path, source: Any, where: str) -> None:
-    run = python(KILLED.format(tiny=str(tiny), where=where))
+    run = python(LIGHT + textwrap.dedent(KILLED.format(tiny=str(tiny), where=where)))
     assert run.returncode == -9, run.stderr
     assert not (cache / "smollm2-135m").exists()
     assert any(path.name.startswith(".smollm2-135m-") for path in cache.iterdir())
@@ -433,7 +441,7 @@ def test_a_kill_leaves_no_half_model(cache: Path, tiny: Path, source: Any, where
 
 
 TOGETHER = """
-    import os, pathlib, shutil, sys, time, kvlab.fetch as fetch
+    import os, pathlib, shutil, time
 
     def source(folder, progress):
         (pathlib.Path({log!r}) / str(os.getpid())).touch()
@@ -451,7 +459,7 @@ TOGETHER = """
 def test_processes_at_once_do_not_harm_each_other(cache: Path, tiny: Path, tmp_path: Path) -> None:
     log, go = tmp_path / "log", tmp_path / "go"
     log.mkdir()
-    code = textwrap.dedent(TOGETHER.format(log=str(log), tiny=str(tiny), go=str(go)))
+    code = LIGHT + textwrap.dedent(TOGETHER.format(log=str(log), tiny=str(tiny), go=str(go)))
     processes = [
         subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
         for _ in range(3)

@@ -126,7 +126,7 @@ def test_a_notebook_is_light_and_carries_no_widget_state(path: Path) -> None:
 # Who may import whom
 
 LEVELS: list[set[str]] = [
-    {"errors", "_data", "jupyter"},
+    {"errors", "_data", "_config", "jupyter"},
     {"strategy", "buffer", "memory", "geometry", "fetch", "texts"},
     {"hardware", "models"},
     {"keep", "store", "place"},

@@ -16,6 +16,7 @@ import torch
 
 WORK_PER_SPLIT = 256  # tokens: below this a split costs more than it brings
 MAX_SPLITS = 256
+OVERHEAD = 128  # tokens
 
 
 @dataclass(frozen=True)
@@ -116,15 +117,14 @@ def settings(device: torch.device, bits: int, head_dim: int, columns: int) -> Se
 def splits(device: torch.device, heads: int, tokens: int, found: Settings) -> int:
     """Into how many parts to cut the tokens: Flash-Decoding's question, for ``heads`` = batch x KV heads x query blocks.
 
-    The grid runs in waves of ``programs_per_sm`` for each multiprocessor. Of all cuts the one that leaves the fewest places of its waves
-    empty is taken; every further wave counts as an eighth of a wave lost, since its programs fetch queries and write results again.
+    The grid runs in waves of ``programs_per_sm`` for each multiprocessor, and every program has a cost of its own, as high as that of
+    ``OVERHEAD`` tokens. The cheapest cut is taken: few waves, with few places empty.
     """
     slots = capability(device)[1] * found.programs_per_sm
     most = max(1, min(-(-tokens // max(WORK_PER_SPLIT, found.block_n)), MAX_SPLITS))
 
     def cost(cut: int) -> float:
-        waves = -(-heads * cut // slots)
-        return waves / cut + 0.125 * waves / most
+        return -(-heads * cut // slots) * (tokens / cut + OVERHEAD)
 
     return min(range(1, most + 1), key=cost)
 

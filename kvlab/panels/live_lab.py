@@ -50,7 +50,7 @@ class LiveLab(widgets.VBox):
     """
 
     def __init__(self, lab: lab.Lab | None = None, prompt: str | None = None, strategy: Strategy | None = None) -> None:
-        self._start, self._own = strategy or START, prompt
+        self._start, self._own, self._first_prompt = strategy or START, prompt, prompt
         self._session = Session(lab) if lab is not None else None
         self.shown: dict[str, Any] = {}
         self.pinned: dict[str, Any] = {}
@@ -68,6 +68,10 @@ class LiveLab(widgets.VBox):
 
     # what it is made of
 
+    @property
+    def _first_choice(self) -> str:
+        return texts.PROMPTS[0] if self._first_prompt is None else OWN
+
     def _make(self, model: str) -> None:
         wide = {"style": {"description_width": "initial"}, "layout": {"width": "auto"}}
         self.model = widgets.Dropdown(
@@ -80,11 +84,11 @@ class LiveLab(widgets.VBox):
         )
         prompts = texts.prompts()
         options = [(NAMES.get(name, name), name) for name in prompts] + [(OWN, OWN)]
-        first = next(iter(prompts)) if self._own is None else OWN
+        first = self._first_choice
         self.prompt = widgets.Dropdown(description="prompt", options=options, value=first, **wide)
         self.edit = widgets.ToggleButton(description="edit", tooltip="show the prompt's text, and change it")
         self.text = widgets.Textarea(
-            value=prompts[first] if self._own is None else self._own,
+            value=prompts.get(first, self._first_prompt),
             continuous_update=False,
             layout={"width": "auto", "height": "130px", "display": "none"},
         )
@@ -117,8 +121,8 @@ class LiveLab(widgets.VBox):
         columns = [
             widgets.VBox(cards).add_class("kvlab-column") for cards in ([self.memory, self.says], [self.attention, self.quality])
         ]
-        figures = widgets.VBox([*columns, self.table.add_class("kvlab-wide")]).add_class("kvlab-figures")
-        return widgets.HBox([side, figures]).add_class("kvlab-main")
+        figures = widgets.VBox(columns).add_class("kvlab-figures")
+        return widgets.VBox([widgets.HBox([side, figures]).add_class("kvlab-main"), self.table]).add_class("kvlab-all")
 
     def _listen(self) -> None:
         for control, name, answer in (
@@ -173,6 +177,8 @@ class LiveLab(widgets.VBox):
                 strategy = self.controls.read()
             except ValueError as problem:
                 self.runner.cancel()
+                for card in self.cards:
+                    card.mark("waiting")
                 self._fail(problem, traceback.format_exc())
                 return
             name = self.folder.value.strip() if self.model.value == OTHER else self.model.value
@@ -280,8 +286,9 @@ class LiveLab(widgets.VBox):
         if error is None:
             self.stage.value = "done"
         elif isinstance(error, Cancelled):
-            self.stage.value = "cancelled"
-            self._leave_stale("left by a cancelled run")
+            if not self.error.value:  # else the controls have said what is wrong, and that is why it ended
+                self.stage.value = "cancelled"
+                self._leave_stale("stale: the run was cancelled")
         else:
             self._fail(error, "".join(traceback.format_exception(error)))
 
@@ -293,8 +300,9 @@ class LiveLab(widgets.VBox):
         self._leave_stale("stale: from before the error")
 
     def _leave_stale(self, why: str) -> None:
+        """What the ended run has not brought up to date is stale."""
         for card in self.cards:
-            if card.state != "fresh" or not self.runner.busy or self.error.value:
+            if card.state != "fresh":
                 card.mark("stale", why)
 
     def _say_error(self, words: str, details: str = "") -> None:
@@ -386,12 +394,11 @@ class LiveLab(widgets.VBox):
 
     def _reset(self) -> None:
         self.pin.value = False
-        prompts = texts.prompts()
         self._setting = True
         try:
             self.controls.show(self._start)
-            self.prompt.value = next(iter(prompts))
-            self.text.value = prompts[self.prompt.value]
+            self.prompt.value = self._first_choice
+            self.text.value = texts.prompts().get(self.prompt.value, self._first_prompt)
             self.edit.value = self.code.value = False
             self.says.depth.value = 0.25
             self.attention.view.value = "steps"

@@ -3,6 +3,8 @@
 The layout follows the room that the panel has, not the window: side bars of JupyterLab take none of it for granted.
 """
 
+from kvlab.plots import style
+
 _DARK = 'body[data-jp-theme-light="false"] .kvlab'
 
 CSS = f"""<style>
@@ -23,7 +25,8 @@ CSS = f"""<style>
 .kvlab-figures {{ flex: 1 1 600px; min-width: 0; display: grid; gap: 12px; overflow: visible;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); align-items: start; }}
 .kvlab-column {{ display: flex; flex-direction: column; gap: 12px; min-width: 0; overflow: visible; }}
-.kvlab-wide {{ grid-column: 1 / -1; }}
+.kvlab-all {{ display: flex; flex-direction: column; gap: 12px; overflow: visible; }}
+.kvlab-bar select {{ min-width: 120px; }}
 .kvlab-card, .kvlab-box {{ border: 1px solid var(--line); border-radius: 8px; background: var(--paper); min-width: 0; overflow: hidden;
   margin: 0; }}
 .kvlab-card {{ padding: 8px 10px 10px; }}
@@ -41,8 +44,7 @@ CSS = f"""<style>
 .kvlab-legend .kvlab-dot {{ width: 7px; height: 7px; border-radius: 50%; outline: 1px solid var(--paper); }}
 .kvlab-legend .kvlab-hatch {{ height: 12px; background: repeating-linear-gradient(135deg, #f1f1f1 0 3px, #b0b0b0 3px 6px); }}
 .kvlab-source {{ font-size: 11px; color: var(--faint); }}
-.kvlab-dim .kvlab-body {{ opacity: .38; }}
-.kvlab-dim .kvlab-body * {{ pointer-events: none; }}
+.kvlab-dim .kvlab-body > *:not(.kvlab-row), .kvlab-dim > .kvlab-summary, .kvlab-dim .kvlab-row > .widget-html {{ opacity: .4; }}
 .kvlab-error {{ color: var(--danger); border-left: 4px solid #d55e00; padding: 4px 10px; margin: 2px 0 8px; background: var(--wash); }}
 .kvlab-error b {{ font-weight: 600; }}
 .kvlab-error details {{ color: var(--faint); margin-top: 2px; }}
@@ -65,7 +67,7 @@ CSS = f"""<style>
 .kvlab-table th, .kvlab-table td {{ padding: 3px 10px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap;
   background: transparent; color: var(--ink); }}
 .kvlab-table th {{ font-weight: 600; color: var(--faint); }}
-.kvlab-table td:first-child, .kvlab-table th:first-child {{ text-align: left; white-space: normal; min-width: 120px; }}
+.kvlab-table td:first-child, .kvlab-table th:first-child {{ text-align: left; white-space: normal; min-width: 130px; }}
 .kvlab-table i {{ font-style: normal; color: var(--faint); }}
 .kvlab-lost {{ color: var(--danger) !important; font-weight: 600; }}
 .kvlab-says mark {{ border-radius: 3px; }}
@@ -82,6 +84,6 @@ CSS = f"""<style>
 {_DARK} .js-plotly-plot .gridlayer path {{ stroke: #454545 !important; }}
 {_DARK} .js-plotly-plot path[style*="stroke: rgb(34, 34, 34)"] {{ stroke: #e0e0e0 !important; }}
 {_DARK} .js-plotly-plot path[style*="fill: rgb(34, 34, 34)"] {{ fill: #e0e0e0 !important; }}
-{_DARK} .kvlab-legend i[style*="rgb(34, 34, 34)"] {{ background: #e0e0e0 !important; border-color: #e0e0e0 !important; }}
+{_DARK} .kvlab-legend i[style*="{style.INK}"] {{ background: #e0e0e0 !important; border-color: #e0e0e0 !important; }}
 {_DARK} .js-plotly-plot .modebar-group {{ background: transparent !important; }}
 </style>"""

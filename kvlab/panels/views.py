@@ -64,10 +64,10 @@ class MemoryCard(Card):
         self.scale_figure = _figure(style.layout(go.Figure(), "", "tokens in each request", "memory (bytes)"), 300)
         self.legend, self.scale_legend, self.scale_summary = _line(), _line(), _line()
         self.model = _dropdown("scale to", geometry.names(), "Llama-3.1-8B", "the big model that the same strategy is put on")
-        self.hardware = _dropdown("on", hardware.names("gpu", "cpu"), "H100 SXM 80GB", "the devices it runs on")
-        self.devices = _dropdown("×", DEVICES, 1, "how many of them")
+        self.hardware = _dropdown("×", hardware.names("gpu", "cpu"), "H100 SXM 80GB", "the devices it runs on")
+        self.devices = _dropdown("on", DEVICES, 1, "how many devices")
         self.requests = _dropdown("requests", (1, 2, 4, 8, 16, 32, 64, 128, 256), 16, "requests at once, all of the same length")
-        row = widgets.HBox([self.model, self.hardware, self.devices, self.requests]).add_class("kvlab-row")
+        row = widgets.HBox([self.model, self.requests, self.devices, self.hardware]).add_class("kvlab-row")
         line = _line()
         super().__init__("memory", [self.figure, self.legend, line, row, self.scale_figure, self.scale_legend])
         self.children = (*self.children[:2], self.scale_summary)
@@ -112,7 +112,7 @@ class MemoryCard(Card):
         full = "no limit" if made.fits_full is None else f"{made.fits_full:,} tokens"
         line = f"{made.model} on {made.devices} × {made.hardware}, {words} (full cache: {full})."
         if made.elsewhere:
-            moved = "" if made.moved is None else f", {made.moved:.2g} s to stream once, at every step"
+            moved = "" if made.moved is None else f", and streaming them takes {_time(made.moved)} a step"
             line += f" {geometry.text(made.elsewhere)} of KV wait elsewhere{moved}."
         self.scale_summary.value = html.escape(line, quote=False)
 
@@ -127,10 +127,10 @@ class MemoryCard(Card):
 
 
 VIEWS = {
-    "steps": "continuation: each new token",
-    "whole": "whole run: query × key",
-    "keys": "quantization error of keys",
-    "values": "quantization error of values",
+    "steps": "continuation",
+    "whole": "whole run",
+    "keys": "error of keys",
+    "values": "error of values",
 }
 
 
@@ -228,8 +228,8 @@ class SaysCard(Card):
         self.children = (*self.children, row)
 
     def show(self, prompt: str, ran: Ran, pinned: Ran | None = None) -> None:
-        runs = [(A, style.KEEP, pinned.generation.text)] if pinned else []
-        runs.append((B if pinned else THIS, style.STORE, ran.generation.text))
+        runs = [(A, "inherit", pinned.generation.text)] if pinned else []
+        runs.append((B if pinned else THIS, "inherit", ran.generation.text))
         self.lines.value = quality.continuations(prompt, ran.full.text, runs)
         self.say(quality.continuations_summary(ran.full.text, ran.generation.text))
 
@@ -253,7 +253,6 @@ class TableCard(Card):
 
     def show(self, full: Row, own: Row, pinned: Row | None = None) -> None:
         self.rows = {"full": full} | ({A: pinned} if pinned else {}) | {B if pinned else THIS: own}
-        hues = {"full": style.FULL, A: style.KEEP}
         heads = [
             "",
             "cache",
@@ -266,23 +265,24 @@ class TableCard(Card):
             "same next token",
             "needle",
         ]
-        lines = "".join(_table_row(label, hues.get(label, style.STORE), row) for label, row in self.rows.items())
+        lines = "".join(_table_row(label, row) for label, row in self.rows.items())
         head = "".join(f"<th>{words}</th>" for words in heads)
         self.body.value = f'<div class="kvlab-table"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+        wide = " This run computes in 32 bits, so a plain number takes twice that." if full.memory.ratio > 1.5 else ""
         cold = ", ".join(label for label, row in self.rows.items() if row.cold)
         note = f" The first token of {cold} was this process's first run: cold." if cold else ""
         self.say(
-            f"Bytes as allocated at {own.tokens:,} tokens; ratios against a 16-bit full cache. Times of one run on this machine.{note}"
+            f"Bytes as allocated at {own.tokens:,} tokens; ratios against a full cache of 16 bits.{wide} Times of one run on this machine.{note}"
         )
 
 
-def _table_row(label: str, hue: str, row: Row) -> str:
+def _table_row(label: str, row: Row) -> str:
     none = "–"
     change = "" if row.perplexity_change is None or label == "full" else f" <i>({100 * row.perplexity_change:+.2g}%)</i>"
     needle = none if row.found is None else "found" if row.found else '<span class="kvlab-lost">lost</span>'
     name = "" if label == "full" else f" {html.escape(str(row.strategy))}"
     cells = [
-        f'<b style="color:{hue}">{label}</b>{name or " full cache"}',
+        f"<b>{label}</b>{name or ' cache'}",
         geometry.text(row.memory.allocated),
         f"{100 * row.memory.ratio:.1f}%",
         geometry.text(row.memory.high_water),
@@ -315,7 +315,7 @@ def legend(fig: go.Figure) -> str:
         elif trace.fillcolor:
             look = "kvlab-patch", f"background:{trace.fillcolor}"
         else:
-            kind = {"dash": "dashed", "dot": "dotted"}.get(trace.line.dash, "solid")
+            kind = {"dash": "dashed", "dot": "dotted", "dashdot": "dashed"}.get(trace.line.dash, "solid")
             look = "kvlab-line", f"border-top:2px {kind} {trace.line.color}"
         items.append(f'<span><i class="{look[0]}" style="{look[1]}"></i>{html.escape(trace.name)}</span>')
     return f'<div class="kvlab-legend">{"".join(items)}</div>'
@@ -326,7 +326,9 @@ def _line() -> widgets.HTML:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"
 
 
 def _figure(fig: go.Figure, height: int) -> go.FigureWidget:

@@ -30,7 +30,7 @@ def update_growth(
         SIXTEEN: (tokens, full16, {"color": style.FULL, "width": 2, "dash": "dash"})
         if full16 and list(full16) != list(full)
         else None,
-        PINNED: (*pinned, {"color": style.KEEP, "width": 2, "dash": "dot"}) if pinned else None,
+        PINNED: (*pinned, {"color": style.INK, "width": 2, "dash": "dashdot"}) if pinned else None,
     }
     for name in lines:
         if style.trace(fig, name) is None:

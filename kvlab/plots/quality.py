@@ -42,10 +42,10 @@ def along(
     empty: dict[str, Any] = {"x": [], "y": [], "mode": "lines"}
     for name, row, look in (
         (WORSE, 1, {"line": {"width": 0, "shape": "hvh"}, "fill": "tozeroy", "fillcolor": style.DANGER}),
-        (BETTER, 1, {"line": {"width": 0, "shape": "hvh"}, "fill": "tozeroy", "fillcolor": style.FULL}),
-        (KL, 2, {"mode": "markers", "marker": {"size": 4, "color": style.STORE}}),
-        (MEAN, 2, {"line": {"width": 2, "color": "#8a5a00"}}),
-        (OTHER, 2, {"line": {"width": 2, "color": style.FULL, "dash": "dot"}}),
+        (BETTER, 1, {"line": {"width": 0, "shape": "hvh"}, "fill": "tozeroy", "fillcolor": style.INK}),
+        (KL, 2, {"mode": "markers", "marker": {"size": 4, "color": style.INK, "opacity": 0.35}}),
+        (MEAN, 2, {"line": {"width": 2, "color": style.INK}}),
+        (OTHER, 2, {"line": {"width": 2, "color": style.INK, "dash": "dot"}}),
         (EVICTED, 3, {"line": {"width": 1, "color": style.KEEP, "shape": "hv"}, "fill": "tozeroy", "fillcolor": style.KEEP}),
     ):
         fig.add_trace(go.Scatter(name=name, **empty | look), row=row, col=1)
@@ -74,7 +74,7 @@ def update_along(
     x = np.arange(first, first + len(change))
     other = None if other_kl is None else running_mean(np.asarray(other_kl, dtype=float))
     most = max([1e-2, *np.ravel(divergence), *(np.ravel(other) if other is not None else [])])
-    reach = max(0.5, 1.1 * np.abs(change).max(initial=0))
+    reach = [1.1 * change.min(initial=-0.5), 1.1 * change.max(initial=0.5)]
     drawn: dict[str, Any] = {
         WORSE: change.clip(min=0),
         BETTER: change.clip(max=0),
@@ -95,7 +95,7 @@ def update_along(
             xaxis={"range": span},
             xaxis2={"range": span},
             xaxis3={"range": span},
-            yaxis={"range": [-reach, reach]},
+            yaxis={"range": reach},
             yaxis2={"range": [np.log10(FLOOR) - 0.3, np.log10(most) + 0.4]},
             yaxis3={"range": [0, max(8.0, 1.15 * gone.max(initial=0))]},
         )
@@ -183,7 +183,7 @@ def _tail(prompt: str, length: int = 90) -> str:
 
 
 def _quoted(word: str) -> str:
-    return f"“{word.strip() or word!r}”"
+    return f"“{word.strip() or repr(word)[1:-1]}”"
 
 
 def _signed(share: float) -> str:

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import kvlab_kernels
 import pytest
 
 QUICK = {"bf16 dense", "int8 g64", "int4 g64", "int2 g64", "int8 keys per token", "bf16 sinks", "bf16 int4 g64"}
@@ -21,6 +23,7 @@ print(json.dumps([asdict(row) | {"wide": row.wide} for row in rows]))
 
 def compile_rows(arch, names):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = str(Path(kvlab_kernels.__file__).parents[1])
     done = subprocess.run([sys.executable, "-c", SCRIPT, str(arch), *names], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)

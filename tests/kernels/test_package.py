@@ -1,8 +1,10 @@
 """The package as such: it imports without triton, and its launch table is sane."""
 
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +29,8 @@ def test_imports_without_triton():
             else:
                 raise AssertionError("ran without triton")
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+    path = str(Path(launch.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, env=os.environ | {"PYTHONPATH": path})
 
 
 def test_refuses_a_cpu_without_the_interpreter(monkeypatch):

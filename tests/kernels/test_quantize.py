@@ -56,21 +56,21 @@ def inputs(draw):
     axis = draw(st.sampled_from(["channel", "token"]))
     dim = draw(st.sampled_from([16, 40, 64, 80, 96, 128]))
     size = draw(st.sampled_from([1, 5, 16, 32, 48]) if axis == "channel" else st.sampled_from([s for s in (8, 16, 20, 32, 40, 64) if dim % s == 0]))
-    tokens = draw(st.integers(1, 3)) * size if axis == "channel" else draw(st.integers(1, 70))
+    tokens = draw(st.integers(1, 3)) * size if axis == "channel" else draw(st.integers(1, 40))
     return dict(axis=axis, dim=dim, size=size, tokens=tokens, bits=draw(st.sampled_from([8, 4, 2])),
                 dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
                 scale=draw(st.sampled_from([torch.float16, torch.float32])))  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=24, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(inputs())
 def test_triton_equals_torch(case):
     """Bit for bit, into views of a poisoned cache whose neighbours stay as they were."""
-    x = (torch.randn(2, case["tokens"], 2, case["dim"]) * torch.logspace(-4, 3, case["dim"])).to(case["dtype"]).transpose(1, 2)
+    x = (torch.randn(1, case["tokens"], 2, case["dim"]) * torch.logspace(-4, 3, case["dim"])).to(case["dtype"]).transpose(1, 2)
     axis, size, bits = case["axis"], case["size"], case["bits"]
     want = quantize_torch(x, bits, axis, size, case["scale"])
-    storage = torch.full((2, 2, case["tokens"] + 6, want.codes.shape[3]), 77, dtype=torch.uint8)
-    scales = [torch.full((2, 2, want.scale.shape[2] + 4, want.scale.shape[3]), torch.nan, dtype=case["scale"]) for _ in range(2)]
+    storage = torch.full((1, 2, case["tokens"] + 6, want.codes.shape[3]), 77, dtype=torch.uint8)
+    scales = [torch.full((1, 2, want.scale.shape[2] + 4, want.scale.shape[3]), torch.nan, dtype=case["scale"]) for _ in range(2)]
     out = Codes(storage[:, :, 2:-4], scales[0][:, :, 1:-3], scales[1][:, :, 1:-3], bits, axis, size)
     got = quantize(x, bits, axis, size, case["scale"], out=out)
     assert got is out

@@ -1,0 +1,64 @@
+"""The command line and how it starts JupyterLab."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvlab import cli, fetch, jupyter
+from kvlab.errors import ModelUnavailable
+
+
+def test_jupyterlab_listens_on_loopback_with_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000, raising=False)
+    line = jupyter.command(["--no-browser", "--port=9000"])
+    assert line[:3] == [sys.executable, "-m", "jupyterlab"]
+    assert "--ServerApp.ip=127.0.0.1" in line
+    assert not [option for option in line if "token" in option or "password" in option or "allow_origin" in option]
+    assert "--allow-root" not in line
+    assert line[-2:] == ["--no-browser", "--port=9000"]  # last, so that they win
+    monkeypatch.setattr(os, "geteuid", lambda: 0, raising=False)
+    assert "--allow-root" in jupyter.command([])
+
+
+def test_jupyterlab_opens_the_live_lab_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jupyter, "HOME", tmp_path)
+    assert not [option for option in jupyter.command([]) if "default_url" in option]
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / jupyter.NOTEBOOK).write_text("{}")
+    line = jupyter.command([])
+    assert f"--ServerApp.root_dir={tmp_path}" in line
+    assert "--LabApp.default_url=/lab/tree/notebooks/00_live_lab.ipynb" in line
+
+
+def test_model_says_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def source(folder: Path, progress: bool) -> None:
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(fetch, "from_wheel", source)
+    for options, checked in [
+        ([], "every byte"),
+        ([], "sizes and headers"),
+        (["--check"], "every byte"),
+        (["--repair"], "every byte"),
+    ]:
+        run = CliRunner().invoke(cli.app(), ["model", *options])
+        assert run.exit_code == 0, run.output
+        assert str(tmp_path / "smollm2-135m") in run.output.replace("\n", "")
+        assert f"{checked} checked" in run.output
+
+
+def test_an_error_is_one_line_and_exit_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: Any) -> Path:
+        raise ModelUnavailable("no network")
+
+    monkeypatch.setattr(cli, "smollm2", fail)
+    monkeypatch.setattr(sys, "argv", ["kvlab", "model"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == "kvlab: no network"
