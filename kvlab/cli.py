@@ -1,14 +1,18 @@
-"""The command line: `kvlab lab` opens the notebooks, `kvlab model` fetches and checks the model that comes with them."""
+"""The command line: `kvlab lab` opens the notebooks, `model` fetches the model, `measure` and `bench` make result rows."""
 
+import ast
 import sys
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvlab.errors import ModelUnavailable, UnsupportedModel
+from kvlab.errors import ModelUnavailable
 from kvlab.fetch import SMOLLM2, cache_dir, check, missing, smollm2
 from kvlab.jupyter import start
 
 if TYPE_CHECKING:
     import typer
+
+    from kvlab.strategy import Strategy
 
 
 def main() -> None:
@@ -17,7 +21,7 @@ def main() -> None:
         app()()
     except ModuleNotFoundError as error:
         sys.exit(f"kvlab: {error.name} is missing: pip install 'kvlab[lab]'")
-    except (ModelUnavailable, UnsupportedModel) as error:
+    except (ModelUnavailable, ValueError) as error:
         sys.exit(f"kvlab: {error}")
 
 
@@ -54,4 +58,108 @@ def app() -> "typer.Typer":
         size = sum(path.stat().st_size for path in folder.iterdir())
         typer.echo(f"{folder} ({size / 1e6:.0f} MB, {'every byte' if full else 'sizes and headers'} checked)")
 
+    @commands.command()
+    def measure(
+        strategy: Annotated[list[str] | None, typer.Option(help="A strategy as `kvlab.Strategy(...)` code prints it, or 'full'. Many.")] = None,
+        model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,
+        out: Annotated[Path | None, typer.Option(help="Add the rows to this JSON-lines file.")] = None,
+        tokens: Annotated[tuple[int, int, int], typer.Option(help="Tokens of prefill, tokens scored, tokens a step.")] = (1024, 1024, 16),
+    ) -> None:
+        """Measure strategies by the reference protocol: bytes, perplexity and KL with the cache in the loop, needles, times."""
+        from tqdm import tqdm
+
+        import kvlab
+        from kvlab.measure import append_jsonl, control, run
+        from kvlab.texts import reference_text
+
+        chosen = [kvlab.Strategy() if text == "full" else read_strategy(text) for text in strategy or ["full", *STANDARD]]
+        lab = kvlab.load(model)
+        command = "kvlab measure" + "".join(f" --strategy '{text}'" for text in strategy or [])
+        ids = lab.encode(reference_text()[: 8 * (tokens[0] + tokens[1])])[:, : tokens[0] + tokens[1]]
+        against = control(lab, ids, prefill=tokens[0], step=tokens[2])
+        for one in tqdm(chosen, unit="strategy", file=sys.stderr):
+            row = run(lab, one, protocol=tokens, against=against, command=command)
+            if out:
+                append_jsonl(out, [row])
+            typer.echo(
+                f"{row.strategy:60} {100 * row.ratio:6.1f}% of 16-bit ({row.effective_bits:.2f} bits)  perplexity {row.perplexity:.3f} "
+                f"({100 * row.perplexity_change:+.2f}%)  KL {row.kl:.5f}  agree {row.agreement:.3f}  needles {row.needles_found}/{row.needles}"
+            )
+
+    bench = typer.Typer(help="Speed, as ratios within one run.", no_args_is_help=True)
+    commands.add_typer(bench, name="bench")
+
+    @bench.callback()
+    def benches() -> None:
+        pass
+
+    @bench.command()
+    def attention(
+        tokens: Annotated[int, typer.Option(help="Tokens in the cache.")] = 8192,
+        steps: Annotated[int, typer.Option(help="Decode steps that count.")] = 40,
+        out: Annotated[Path | None, typer.Option(help="Add the table to this JSON-lines file.")] = None,
+    ) -> None:
+        """One decode step of one layer (32 query heads, 8 KV heads, dim 128), against transformers' own caches."""
+        from kvlab.measure.bench import Shape, bench_attention, record
+
+        rows = bench_attention(Shape(tokens=tokens), steps=steps)
+        if out:
+            record(out, rows, tokens, steps)
+        dynamic = next(row.total for row in rows if row.name == "DynamicCache")
+        typer.echo(f"{'':32}{'update':>9}{'attention':>11}{'together':>10}   DynamicCache / this   error against float64")
+        for row in rows:
+            typer.echo(
+                f"{row.name:32}{1e3 * row.update:9.2f}{1e3 * row.attention:11.2f}{1e3 * row.total:10.2f} ms{dynamic / row.total:14.2f} x{row.error:20.5f}"
+            )
+
     return commands
+
+
+#: What `kvlab measure` measures when nothing is named.
+STANDARD = (
+    "kvlab.Strategy(store=store.Int())",
+    "kvlab.Strategy(store=store.Int(key_axis='token'))",
+    "kvlab.Strategy(store=store.Int(key_axis='tensor'))",
+    "kvlab.Strategy(store=store.Int(bits=4))",
+    "kvlab.Strategy(store=store.Int(bits=4, group_size=32, residual=128))",
+    "kvlab.Strategy(store=store.Int(bits=2, group_size=32, residual=128))",
+    "kvlab.Strategy(keep=keep.Window())",
+    "kvlab.Strategy(keep=keep.Window(sinks=0))",
+    "kvlab.Strategy(keep=keep.HeavyHitter())",
+    "kvlab.Strategy(keep=keep.HeavyHitter(), store=store.Int(bits=4))",
+    "kvlab.Strategy(keep=keep.HeavyHitter(), chunk=256)",
+    "kvlab.Strategy(place=place.Offload())",
+)
+
+
+def read_strategy(text: str) -> "Strategy":
+    """A strategy from the code that :meth:`Strategy.to_code` writes. The text is read, never run.
+
+    Raises ``ValueError`` for anything but calls of the three axes' methods with constants.
+    """
+    from kvlab.strategy import AXES, Strategy, from_dict
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+            return -node.operand.value  # type: ignore[operator]
+        if isinstance(node, ast.Call) and not node.args and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+            axis = node.func.value.id
+            if axis in AXES:
+                settings = {key.arg: value(key.value) for key in node.keywords if key.arg}
+                return from_dict(axis, {"method": node.func.attr, **{k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in settings.items()}})
+        raise ValueError(f"strategy {text!r}: {ast.unparse(node)} is neither a constant nor a method such as keep.Window(size=128)")
+
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"strategy {text!r} is not readable: {error.msg}") from error
+    name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+    if not isinstance(call, ast.Call) or call.args or name not in ("kvlab.Strategy", "Strategy"):
+        raise ValueError(f"strategy {text!r} must look like kvlab.Strategy(keep=keep.Window(size=128))")
+    parts = {key.arg: value(key.value) for key in call.keywords if key.arg}
+    unknown = set(parts) - {*AXES, "chunk"}
+    if unknown:
+        raise ValueError(f"strategy {text!r}: unknown {sorted(unknown)} (allowed: {', '.join((*AXES, 'chunk'))})")
+    return Strategy(**parts)

@@ -3,10 +3,10 @@
 from kvlab.measure.latency import Latency, latency
 from kvlab.measure.memory import predict, predict_curve
 from kvlab.measure.quality import Control, Quality, control, quality
-from kvlab.measure.result import Result, append_jsonl, measure, read_jsonl
+from kvlab.measure.result import Result, append_jsonl, read_jsonl, run
 from kvlab.measure.tasks import Needle, needle
 
 __all__ = [
-    "Control", "Latency", "Needle", "Quality", "Result", "append_jsonl", "control", "latency", "measure", "needle", "predict", "predict_curve",
-    "quality", "read_jsonl",
+    "Control", "Latency", "Needle", "Quality", "Result", "append_jsonl", "control", "latency", "needle", "predict", "predict_curve",
+    "quality", "read_jsonl", "run",
 ]  # fmt: skip

@@ -5,10 +5,14 @@ Every contender holds the same tokens and gets the same query. Times are medians
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import json
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ from transformers.masking_utils import causal_mask_function
 from kvlab import attention
 from kvlab.cache import KVCache
 from kvlab.lab import Progress
+from kvlab.measure.result import machine
 from kvlab.store.dense import Dense
 from kvlab.store.int import Int
 from kvlab.strategy import Strategy
@@ -173,3 +178,17 @@ def _peers(shape: Shape, keys: Tensor, values: Tensor, steps: int) -> dict[str, 
             continue
         out[f"QuantizedCache {backend} int{bits}"] = _Peer(model, cache, keys, values)
     return out
+
+
+def record(path: str | Path, rows: list[Row], tokens: int, steps: int) -> None:
+    """Add the table to a JSON-lines file, one line a run, with machine, date and command."""
+    line = {
+        "rows": [dataclasses.asdict(row) | {"total": row.total} for row in rows],
+        "tokens": tokens,
+        "steps": steps,
+        "machine": machine(),
+        "date": datetime.date.today().isoformat(),
+        "command": f"kvlab bench attention --tokens {tokens} --steps {steps}",
+    }
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")

@@ -63,7 +63,7 @@ class Result:
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
 
-def measure(
+def run(
     lab: Lab,
     strategy: Strategy,
     *,

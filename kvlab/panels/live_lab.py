@@ -41,7 +41,7 @@ class LiveLab(widgets.VBox):
     Controls: `model`, `folder` (any folder or hub id), `prompt`, `text` (its words), `edit`, `run`, `cancel`, `controls` (`.keep`,
     `.store`, `.place` with `.choice` and `.settings[name]`, and `.chunk`), `pin`, `code`, `reset`.
     Cards: `memory`, `attention`, `quality`, `says`, `table`, each with `.state` and `.text`. `error.value` is empty when all is
-    well. `shown` holds the results on show by name: "prediction", "ran", "scores", "needle", "row", "full".
+    well. `shown` holds the results on show by name: "prediction", "ran", "scores", "needle", "row", "full", and "prompt".
 
     Args:
         lab: the model; None loads SmolLM2-135M in the background, once the panel is there.
@@ -54,6 +54,7 @@ class LiveLab(widgets.VBox):
         self._session = Session(lab) if lab is not None else None
         self.shown: dict[str, Any] = {}
         self.pinned: dict[str, Any] = {}
+        self._whole: dict[str, Any] = {}  # the results of the last run that came to its end
         self.runner = Runner(self._ended)
         self._setting = False  # controls are being set by the panel itself
         self._tokens: dict[str, int] = {}
@@ -134,6 +135,9 @@ class LiveLab(widgets.VBox):
             (self.code, "value", self._show_code),
             (self.pin, "value", self._pin),
             (self.attention.layer, "value", self._changed),
+            (self.attention.head, "value", self.attention.redraw),
+            (self.attention.view, "value", self.attention.redraw),
+            (self.memory.model, "value", self.memory.fit_devices),
             (self.says.depth, "value", self._changed),
         ):
             control.observe(lambda _, answer=answer: self._safely(answer), name)
@@ -246,7 +250,7 @@ class LiveLab(widgets.VBox):
             self._predicted(stage)
             self._scale()
         elif isinstance(stage, Ran):
-            self.shown["ran"] = stage
+            self.shown |= {"ran": stage, "prompt": request.prompt}
             self.memory.show(self.shown["prediction"], stage, self.pinned.get("prediction"))
             self.attention.show(stage)
             self.says.show(request.prompt, stage, self.pinned.get("ran"))
@@ -278,6 +282,7 @@ class LiveLab(widgets.VBox):
         self.shown["full"] = full
         self.table.show(full, self.shown["row"], self.pinned.get("row"))
         self.table.mark("fresh")
+        self._whole = dict(self.shown)
 
     def _ended(self, error: BaseException | None) -> None:
         """The run is over: well, cancelled, or with an error."""
@@ -360,19 +365,18 @@ class LiveLab(widgets.VBox):
             card.show_scale(made)
 
     def _pin(self) -> None:
-        if self.pin.value and "row" not in self.shown:
+        if self.pin.value and not self._whole:
             self.pin.value = False
             return
-        self.pinned = dict(self.shown) if self.pin.value else {}
+        self.pinned = pinned = dict(self._whole) if self.pin.value else {}
         self.pin.description = "unpin A" if self.pin.value else "pin as A"
-        shown = self.shown
-        if "ran" in shown:
-            self.memory.show(shown["prediction"], shown["ran"], self.pinned.get("prediction"))
-            self.says.show(self.text.value, shown["ran"], self.pinned.get("ran"))
-        if "scores" in shown:
-            self.quality.show(shown["scores"], self.pinned.get("scores"))
-        if "full" in shown:
-            self.table.show(shown["full"], shown["row"], self.pinned.get("row"))
+        if self.runner.busy or not self._whole:
+            return  # what arrives will be drawn beside A
+        shown = self._whole
+        self.memory.show(shown["prediction"], shown["ran"], pinned.get("prediction"))
+        self.says.show(shown["prompt"], shown["ran"], pinned.get("ran"))
+        self.quality.show(shown.get("scores"), pinned.get("scores"))
+        self.table.show(shown["full"], shown["row"], pinned.get("row"))
 
     def _show_code(self) -> None:
         _visible(self.code_text, self.code.value)

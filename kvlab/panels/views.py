@@ -72,9 +72,9 @@ class MemoryCard(Card):
         super().__init__("memory", [self.figure, self.legend, line, row, self.scale_figure, self.scale_legend])
         self.children = (*self.children[:2], self.scale_summary)
         self.summary = line
-        self.model.observe(self._fit_devices, "value")
 
-    def _fit_devices(self, _: Any) -> None:
+    def fit_devices(self) -> None:
+        """As many devices as the model asks for."""
         self.devices.value = devices_for(self.model.value, self.hardware.value)
 
     def show(self, made: Prediction, ran: Ran | None = None, pinned: Prediction | None = None) -> None:
@@ -147,8 +147,6 @@ class AttentionCard(Card):
         row = widgets.HBox([self.layer, self.head, self.view]).add_class("kvlab-row")
         self.legend = _line()
         super().__init__("attention", [row, self.figure, self.legend])
-        for choice in (self.head, self.view):
-            choice.observe(lambda _: self.redraw(), "value")
 
     def offer(self, layers: int, heads: int) -> None:
         """Let a person choose among these; what was chosen stays, where it can."""

@@ -182,7 +182,7 @@ def first_runs_summary(times: Sequence[float], later: float, cold: bool) -> str:
 def _logarithmic(title: str, y: str) -> go.Figure:
     fig = style.layout(go.Figure(), title, "tokens of context", y, height=400)
     fig.update_xaxes(type="log")
-    fig.update_yaxes(type="log", rangemode="normal", dtick=1, tickformat=",", minor={"ticks": "outside", "showgrid": False})
+    fig.update_yaxes(type="log", rangemode="normal", tickformat=",~r", minor={"ticks": "outside", "showgrid": False})
     return fig
 
 
@@ -209,6 +209,9 @@ def _frame(
         low, high = min([least, *heights]), max([most, *heights])
         changes["xaxis.range"] = [math.log10(contexts[0]) - 0.1, math.log10(contexts[-1]) + 0.1]
         changes["yaxis.range"] = [math.log10(low) - 0.1, math.log10(high) + 0.1]
+        steps = (1,) if high > 300 * low else (1, 2, 5)
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        changes["yaxis.tickvals"] = [step * 10.0**power for power in powers for step in steps]
     return changes if title is None else changes | {"title.text": title}
 
 
