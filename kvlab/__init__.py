@@ -9,4 +9,18 @@ from kvlab.memory import Memory
 from kvlab.strategy import Strategy
 
 __version__ = "0.1.0"
-__all__ = ["Generation", "KVCache", "Lab", "Memory", "Strategy", "UnsupportedModel", "attach", "backend", "detach", "keep", "load", "place", "store"]
+__all__ = [
+    "Generation",
+    "KVCache",
+    "Lab",
+    "Memory",
+    "Strategy",
+    "UnsupportedModel",
+    "attach",
+    "backend",
+    "detach",
+    "keep",
+    "load",
+    "place",
+    "store",
+]

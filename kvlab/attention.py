@@ -113,7 +113,9 @@ def attention(
         raise
 
 
-def _cached(module: nn.Module, query: Tensor, layer: Layer, rule: Any, scaling: float | None, dropout: float, **options: Any) -> Tensor:
+def _cached(
+    module: nn.Module, query: Tensor, layer: Layer, rule: Any, scaling: float | None, dropout: float, **options: Any
+) -> Tensor:
     if not isinstance(rule, Rule):
         raise UnsupportedModel(
             f"{type(module).__name__} brings a mask of its own ({type(rule).__name__}); kvlab needs the rule behind it. "
@@ -142,11 +144,15 @@ def _check_positions(layer: Layer, positions: Tensor | None, padding: Tensor | N
         )
 
 
-def _plain(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Any, scaling: Any, dropout: float, **options: Any) -> Any:
+def _plain(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Any, scaling: Any, dropout: float, **options: Any
+) -> Any:
     """No cache, or another library's: transformers' own way with the mask it would have built."""
     eager = options.get("softcap") is not None or options.get("s_aux") is not None
     if eager:
-        raise UnsupportedModel(f"{type(module).__name__} with soft-capping or sinks needs a kvlab cache while kvlab is attached; call kvlab.detach(model)")
+        raise UnsupportedModel(
+            f"{type(module).__name__} with soft-capping or sinks needs a kvlab cache while kvlab is attached; call kvlab.detach(model)"
+        )
     built = sdpa_mask(**rule.arguments) if isinstance(rule, Rule) else rule
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, built, dropout=dropout, scaling=scaling, **options)
 
@@ -170,7 +176,15 @@ def attend(
     hk, stored, new = new_keys.shape[1], len(store), new_keys.shape[2]
     group = hq // hk
     watch = layer.watch
-    if not stored and rule.causal and rule.padding is None and not layer.wants_mass and watch is None and softcap is None and sinks is None:
+    if (
+        not stored
+        and rule.causal
+        and rule.padding is None
+        and not layer.wants_mass
+        and watch is None
+        and softcap is None
+        and sinks is None
+    ):
         out = F.scaled_dot_product_attention(query, new_keys, new_values, is_causal=q_len > 1, scale=scale, enable_gqa=group > 1)
         return out, None, 0
 
@@ -235,7 +249,10 @@ def _decode(layer: Layer, query: Tensor, rule: Rule, scale: float, softcap: floa
 
     assert layer.new_keys is not None and layer.new_values is not None
     keys, values, *tail = layer.store.layout()
-    tails = [torch.cat([old, new], 2) if old is not None else new for old, new in zip(tail, (layer.new_keys, layer.new_values), strict=True)]
+    tails = [
+        torch.cat([old, new], 2) if old is not None else new
+        for old, new in zip(tail, (layer.new_keys, layer.new_values), strict=True)
+    ]
     hidden = _hidden(layer, rule, query.shape[2], 0, query.shape[2], layer.new_keys.shape[2])
     bias = None
     if hidden is not None:
@@ -355,7 +372,8 @@ def attach(model: nn.Module) -> None:
         )
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
-    before = model.config._attn_implementation  # type: ignore[union-attr]
+    config: Any = model.config
+    before: str = config._attn_implementation
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     _before[model] = before
 

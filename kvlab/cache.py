@@ -316,7 +316,9 @@ class KVCache(Cache):
         text = config.get_text_config(decoder=True)
         count = getattr(text, "num_hidden_layers", None)
         if count is None or getattr(config, "is_encoder_decoder", False):
-            raise UnsupportedModel(f"{type(model).__name__} is no decoder-only language model (looked for num_hidden_layers in its config)")
+            raise UnsupportedModel(
+                f"{type(model).__name__} is no decoder-only language model (looked for num_hidden_layers in its config)"
+            )
         attention.attach(model)
         self.strategy = strategy or Strategy()
         self.watching: dict[int, attention.Watch] = {}
@@ -384,7 +386,7 @@ def forward(model: nn.Module, ids: Tensor, cache: Cache, padding: Tensor | None 
     ``ids``: int64 ``[B, Q]``, new tokens only. ``padding``: bool or int ``[B, seen + Q]``, 1 for real tokens, for left-padded batches.
     The names of transformers' arguments differ between versions; this is the one place that knows.
     """
-    names = _arguments(type(model))
+    names = _arguments(type(model).forward)
     extra: dict[str, Any] = {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
     if padding is not None:
         extra["attention_mask"] = padding
@@ -398,5 +400,5 @@ def forward(model: nn.Module, ids: Tensor, cache: Cache, padding: Tensor | None 
 
 
 @functools.cache
-def _arguments(model: type) -> frozenset[str]:
-    return frozenset(inspect.signature(model.forward).parameters)  # type: ignore[attr-defined]
+def _arguments(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

@@ -60,10 +60,16 @@ def app() -> "typer.Typer":
 
     @commands.command()
     def measure(
-        strategy: Annotated[list[str] | None, typer.Option(help="A strategy as `kvlab.Strategy(...)` code prints it, or 'full'. Many.")] = None,
+        strategy: Annotated[
+            list[str] | None, typer.Option(help="A strategy as `kvlab.Strategy(...)` code prints it, or 'full'. Many.")
+        ] = None,
         model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,
         out: Annotated[Path | None, typer.Option(help="Add the rows to this JSON-lines file.")] = None,
-        tokens: Annotated[tuple[int, int, int], typer.Option(help="Tokens of prefill, tokens scored, tokens a step.")] = (1024, 1024, 16),
+        tokens: Annotated[tuple[int, int, int], typer.Option(help="Tokens of prefill, tokens scored, tokens a step.")] = (
+            1024,
+            1024,
+            16,
+        ),
     ) -> None:
         """Measure strategies by the reference protocol: bytes, perplexity and KL with the cache in the loop, needles, times."""
         from tqdm import tqdm
@@ -144,12 +150,22 @@ def read_strategy(text: str) -> "Strategy":
             return node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
             return -node.operand.value  # type: ignore[operator]
-        if isinstance(node, ast.Call) and not node.args and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+        if (
+            isinstance(node, ast.Call)
+            and not node.args
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+        ):
             axis = node.func.value.id
             if axis in AXES:
                 settings = {key.arg: value(key.value) for key in node.keywords if key.arg}
-                return from_dict(axis, {"method": node.func.attr, **{k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in settings.items()}})
-        raise ValueError(f"strategy {text!r}: {ast.unparse(node)} is neither a constant nor a method such as keep.Window(size=128)")
+                return from_dict(
+                    axis,
+                    {"method": node.func.attr, **{k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in settings.items()}},
+                )
+        raise ValueError(
+            f"strategy {text!r}: {ast.unparse(node)} is neither a constant nor a method such as keep.Window(size=128)"
+        )
 
     try:
         call = ast.parse(text.strip(), mode="eval").body

@@ -65,7 +65,9 @@ class Lab:
             raise ValueError(f"prompt={text!r} is empty (allowed: 1 to {self.context} tokens of text)")
         ids = self.tokenizer(text, return_tensors="pt", verbose=False).input_ids
         if ids.shape[1] > self.context:
-            raise ValueError(f"the prompt has {ids.shape[1]} tokens, more than the model's context (allowed: 1 to {self.context} tokens)")
+            raise ValueError(
+                f"the prompt has {ids.shape[1]} tokens, more than the model's context (allowed: 1 to {self.context} tokens)"
+            )
         return ids.to(self.device)
 
     def prefill(self, ids: Tensor, cache: Cache, chunk: int = 0, progress: Progress | None = None) -> Tensor:
@@ -149,7 +151,9 @@ class Lab:
             )
         total = seen + ids.shape[1] + new
         if total > self.context:
-            raise ValueError(f"prompt and continuation need {total} tokens, more than the model's context (allowed: up to {self.context} tokens)")
+            raise ValueError(
+                f"prompt and continuation need {total} tokens, more than the model's context (allowed: up to {self.context} tokens)"
+            )
 
     def _stops(self) -> set[int]:
         stop = getattr(self.model.generation_config, "eos_token_id", None) if hasattr(self.model, "generation_config") else None

@@ -178,7 +178,13 @@ class Strategy:
     store: Any = _default("store", "Dense")
     place: Any = _default("place", "Resident")
     chunk: int = param(
-        0, low=0, high=65536, step=64, unit="tokens", title="prefill chunk", help="Feed the prompt in pieces of this size. 0: one piece."
+        0,
+        low=0,
+        high=65536,
+        step=64,
+        unit="tokens",
+        title="prefill chunk",
+        help="Feed the prompt in pieces of this size. 0: one piece.",
     )
 
     def __post_init__(self) -> None:
@@ -217,13 +223,19 @@ class Strategy:
 
     def to_code(self) -> str:
         """Python that builds this strategy (needs ``import kvlab; from kvlab import keep, store, place``)."""
-        parts = [f"{axis}={getattr(self, axis).to_code()}" for axis in AXES if getattr(self, axis) != methods(axis)[DEFAULTS[axis]]()]
+        parts = [
+            f"{axis}={getattr(self, axis).to_code()}" for axis in AXES if getattr(self, axis) != methods(axis)[DEFAULTS[axis]]()
+        ]
         if self.chunk:
             parts.append(f"chunk={self.chunk}")
         return f"kvlab.Strategy({', '.join(parts)})"
 
     def __str__(self) -> str:
-        names = [getattr(self, axis).to_code().split(".", 1)[1] for axis in AXES if getattr(self, axis) != methods(axis)[DEFAULTS[axis]]()]
+        names = [
+            getattr(self, axis).to_code().split(".", 1)[1]
+            for axis in AXES
+            if getattr(self, axis) != methods(axis)[DEFAULTS[axis]]()
+        ]
         if self.chunk:
             names.append(f"chunk={self.chunk}")
         return " + ".join(names) or "full cache"

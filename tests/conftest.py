@@ -8,7 +8,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 DEVICE = torch.device(os.environ.get("KVLAB_TEST_DEVICE", "cpu"))
 COMMON = dict(
-    vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.15
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+    initializer_range=0.15,
 )
 
 

@@ -152,7 +152,9 @@ def test_padding_goes_first_from_codes_too(llama, ids, bits, axis):
     """Rows and heads give up different tokens of the codes and of the plain tail; padding is the first to go everywhere."""
     padding = torch.ones_like(ids)
     padding[0, :9] = 0
-    strategy = Strategy(keep=keep.HeavyHitter(budget=20, recent=3, sinks=1), store=store.Int(bits=bits, group_size=8, key_axis=axis, residual=4))
+    strategy = Strategy(
+        keep=keep.HeavyHitter(budget=20, recent=3, sinks=1), store=store.Int(bits=bits, group_size=8, key_axis=axis, residual=4)
+    )
     _, cache = ours(llama, strategy, ids, [18, *range(19, 41)], padding)
     for layer in cache.layers:
         columns = layer.dense()[2]
@@ -168,8 +170,12 @@ def test_codes_that_stay_do_not_change(llama, ids, axis):
     cache = KVCache(llama, strategy)
     feed(llama, cache, ids, [32])
     keys, values, columns = cache.layers[0].dense()
-    before = {(h, int(c)): (keys[0, h, i], values[0, h, i]) for h in range(2) for i, c in enumerate(columns[0, min(h, columns.shape[1] - 1)])}
-    frozen = {key: cache.layers[0].store.frozen for key in before}
+    before = {
+        (h, int(c)): (keys[0, h, i], values[0, h, i])
+        for h in range(2)
+        for i, c in enumerate(columns[0, min(h, columns.shape[1] - 1)])
+    }
+    frozen = dict.fromkeys(before, cache.layers[0].store.frozen)
     assert frozen
     for t in range(32, 40):
         forward(llama, ids[:, t : t + 1], cache)
@@ -209,7 +215,9 @@ def test_groups_under_half_are_repacked_and_counted(llama, ids):
 
 
 def test_many_turns_and_reset(llama, ids):
-    strategy = Strategy(keep=keep.HeavyHitter(budget=16, recent=4, sinks=2), store=store.Int(bits=8, group_size=8), place=place.Offload())
+    strategy = Strategy(
+        keep=keep.HeavyHitter(budget=16, recent=4, sinks=2), store=store.Int(bits=8, group_size=8), place=place.Offload()
+    )
     cache = KVCache(llama, strategy)
     first = feed(llama, cache, ids, [20, 30, 40])
     cache.reset()

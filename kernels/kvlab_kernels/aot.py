@@ -33,7 +33,7 @@ class Row:
     variant: str
     arch: int
     registers: int
-    spills: int  # bytes stored
+    spills: int  # instructions that store registers to local memory or load them back
     shared: int  # bytes
     async_16: int
     async_8: int
@@ -47,8 +47,8 @@ class Row:
 
     @property
     def wide(self) -> bool:
-        """Whether the bulk of the bytes comes by loads of 16 bytes a thread."""
-        return self.async_16 + self.load_16 > 0 and self.async_8 + self.load_8 == 0
+        """Whether nine tenths of the bytes copied to shared memory, the cache itself, come by 16 bytes a thread."""
+        return 0 < 16 * self.async_16 >= 0.9 * (16 * self.async_16 + 8 * self.async_8 + 4 * self.async_4)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def compile_job(job: Job, arch: int) -> Row:
     names = job.function.arg_names
     signature, constants, attrs = {}, {}, {}
     for i, (name, value) in enumerate(zip(names, job.args)):
-        if value is None or isinstance(value, int) and value == 1:
+        if value is None or (isinstance(value, int) and value == 1):
             signature[name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + _TYPES[value.dtype]
@@ -106,11 +106,12 @@ def _read(job: Job, arch: int, built) -> Row:
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], (0x\w+|\d+)", ptx)
     widths = [int(w, 0) for w in copies]
     loads = [_bytes(x) for x in re.findall(r"ld\.global[.\w:]*?(?:\.v\d)?\.b\d+", ptx)]
-    registers, spills = _resources(built.asm["cubin"])
+    code = _tool("nvdisasm", "-c", cubin=built.asm["cubin"])
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
     return Row(
-        job.kernel, job.variant, arch, registers, spills, built.metadata.shared, widths.count(16), widths.count(8), widths.count(4),
+        job.kernel, job.variant, arch, _registers(built.asm["cubin"]), spills, built.metadata.shared, widths.count(16), widths.count(8), widths.count(4),
         loads.count(16), loads.count(8), sum(x < 8 for x in loads), len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", ptx)), job.hot,
-        _loop(built.asm["cubin"]),
+        _loop(code),
     )  # fmt: skip
 
 
@@ -129,18 +130,15 @@ def _tool(name: str, *options: str, cubin: bytes) -> str:
         return subprocess.run([tool, *options, file], capture_output=True, text=True, check=True).stdout
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread, and bytes of stack: Triton's kernels have no other use for a stack than spills."""
-    text = _tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
-    found = re.findall(r"REG:(\d+) STACK:(\d+)", text)
-    return int(found[0][0]), int(found[0][1])
+def _registers(cubin: bytes) -> int:
+    return int(re.search(r"REG:(\d+)", _tool("cuobjdump", "--dump-resource-usage", cubin=cubin)).group(1))
 
 
-def _loop(cubin: bytes) -> int:
+def _loop(code: str) -> int:
     """Instructions in the longest loop of the machine code that has no loop inside."""
-    labels, count, longest = {}, 0, 0
-    loops = []
-    for line in _tool("nvdisasm", "-c", cubin=cubin).splitlines():
+    labels: dict[str, int] = {}
+    loops, count = [], 0
+    for line in code.splitlines():
         if label := re.match(r"(\.L_x?_?\d+):", line.strip()):
             labels[label.group(1)] = count
         elif re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+\S", line):
@@ -148,10 +146,8 @@ def _loop(cubin: bytes) -> int:
             jump = re.search(r"BRA.*`\((\.L_x?_?\d+)\)", line)
             if jump and labels.get(jump.group(1), count) < count:
                 loops.append((labels[jump.group(1)], count))
-    for start, end in loops:
-        if not any(start <= a and b <= end and (a, b) != (start, end) for a, b in loops):
-            longest = max(longest, end - start)
-    return longest
+    inner = [end - start for start, end in loops if not any(start <= a and b <= end and (a, b) != (start, end) for a, b in loops)]
+    return max(inner, default=0)
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -185,7 +181,7 @@ def decode_jobs(arch: int) -> Iterator[Job]:
         return Job("decode_split", variant, kernels.decode_split, work.split_args, work.split_constants, work.options, hot)
 
     def pair(bits: int, size: int = 64, dim: int = 128, axis: str = "channel", table: bool = False):
-        k_size = size if axis == "token" else size & -size
+        k_size = size if axis == "token" or size & (size - 1) == 0 else 64
         return codes(batch, kv_heads, n, dim, bits, axis, k_size, table), codes(batch, kv_heads, n, dim, bits, "token", size)
 
     for dtype in (bf16, fp16, fp32):

@@ -19,7 +19,7 @@ from .layout import BITS, Codes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_QUERIES = 16
-MAX_COLUMNS = 32  # query heads of a group x queries that one program holds; more run as further programs
+MAX_COLUMNS = 16  # query heads of a group x queries that one program holds; more run as further programs
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def plan(q, k, v, scaling, bias=None, softcap=None, sinks=None, length=None, res
     columns = min(MAX_COLUMNS, max(8, _power_of_2(rows)))
     blocks = -(-rows // columns)
     if settings is None:
-        settings = _settings(device, key, value, columns, dim)
+        settings = _settings(device, key, value, columns, dim, bias is not None or softcap is not None)
     block_n = settings.block_n
     if key.kind == "channel":
         block_n = min(block_n, key.group & -key.group)  # a tile must lie within one group
@@ -209,10 +209,10 @@ def constants(key: Side, value: Side, tail_k: Side | None, tail_v: Side | None, 
     return found
 
 
-def _settings(device: torch.device, key: Side, value: Side, columns: int, dim: int) -> launch.Settings:
+def _settings(device: torch.device, key: Side, value: Side, columns: int, dim: int, extras: bool) -> launch.Settings:
     wide = max((key, value), key=lambda side: side.row_bytes)
     bits = 32 if torch.float32 in (key.dot, value.dot) else wide.bits if wide.codes is not None else 16
-    return launch.settings(device, bits, dim, columns)
+    return launch.settings(device, bits, dim, columns, extras, key.kind == "rows")
 
 
 def _power_of_2(n: int) -> int:
@@ -314,7 +314,7 @@ def _check_codes(name: str, x: Codes, batch: int, dim: int) -> None:
         raise ValueError(f"{name}.codes is {x.codes.dtype} {list(x.codes.shape)}, must be uint8 [{batch}, Hk, N, {dim * x.bits / 8:g}]")
     if x.codes.stride(3) != 1 and x.codes.shape[3] > 1:
         raise ValueError(f"{name}.codes has stride {x.codes.stride(3)} in its last dim, must be 1")
-    if x.group_size < 1 or x.axis == "token" and dim % x.group_size:
+    if x.group_size < 1 or (x.axis == "token" and dim % x.group_size):
         raise ValueError(f"{name} has group_size={x.group_size}, must be a positive divisor of the head dim {dim}" if x.axis == "token" else
                          f"{name} has group_size={x.group_size}, must be at least 1")  # fmt: skip
     heads, n = x.codes.shape[1:3]

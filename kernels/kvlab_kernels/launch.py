@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 import torch
@@ -44,14 +44,14 @@ class Settings:
 # Head dim 128 is what they were chosen for; fit() shrinks the tile for larger rows.
 TABLE: dict[int, dict[int, Settings]] = {
     8: {
-        32: Settings(32, 4, 2, 4),
+        32: Settings(16, 4, 2, 4),
         16: Settings(64, 4, 2, 3),
         8: Settings(64, 1, 2, 6),
         4: Settings(64, 1, 3, 8),
         2: Settings(64, 1, 3, 8),
     },
     9: {
-        32: Settings(32, 4, 2, 4),
+        32: Settings(16, 4, 2, 4),
         16: Settings(64, 4, 3, 3),
         8: Settings(64, 1, 3, 6),
         4: Settings(64, 1, 3, 8),
@@ -90,7 +90,7 @@ def check_device(*tensors: torch.Tensor | None) -> torch.device:
     return device
 
 
-@lru_cache(maxsize=None)
+@cache
 def capability(device: torch.device) -> tuple[int, int]:
     """``(major compute capability, multiprocessors)``; the interpreter counts as a Hopper GPU with two multiprocessors,
     and ``meta:90`` is a compute capability without a GPU, to compile for."""
@@ -102,15 +102,17 @@ def capability(device: torch.device) -> tuple[int, int]:
     return found.major, found.multi_processor_count
 
 
-def settings(device: torch.device, bits: int, head_dim: int, columns: int) -> Settings:
-    """Settings for a cache of ``bits`` (as in ``TABLE``) and queries padded to ``columns``. Long rows and many columns shrink the tile."""
+def settings(device: torch.device, bits: int, head_dim: int, columns: int, extras: bool = False, lookup: bool = False) -> Settings:
+    """Settings for a cache of ``bits`` (as in ``TABLE``) and queries padded to ``columns``.
+
+    What needs more registers gets more warps or a smaller tile: long rows, many columns, ``extras`` (a bias or a soft-cap),
+    and ``lookup`` (scales looked up for each token). Otherwise it would spill; the compile tests hold it.
+    """
     major, _ = capability(device)
     found = TABLE[min(max(major, 8), 10)][bits]
-    while found.block_n > 16 and found.block_n * head_dim > 8192:
-        found = replace(found, block_n=found.block_n // 2)
-    if columns > 8:
-        found = replace(found, num_warps=max(4, found.num_warps))
-    return found
+    wanted = 4 if columns > 8 or lookup or head_dim > 128 else 2 if extras else 1
+    block_n = min(found.block_n, 8192 // head_dim, 32 if lookup else found.block_n)
+    return replace(found, num_warps=max(found.num_warps, wanted), block_n=max(16, 1 << block_n.bit_length() - 1))
 
 
 @lru_cache(maxsize=4096)

@@ -19,7 +19,9 @@ class Window(Keep):
     needs = frozenset({"evict"})
 
     size: int = param(256, low=1, high=8192, step=16, unit="tokens", title="window", help="How many of the newest tokens stay.")
-    sinks: int = param(4, low=0, high=64, step=1, unit="tokens", help="How many of the first tokens stay. Without them a window falls apart.")
+    sinks: int = param(
+        4, low=0, high=64, step=1, unit="tokens", help="How many of the first tokens stay. Without them a window falls apart."
+    )
 
     def limit(self) -> int:
         return self.size + self.sinks

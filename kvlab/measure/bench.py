@@ -64,7 +64,9 @@ class Shape:
             raise ValueError(f"query_heads={self.query_heads} is no multiple of kv_heads={self.kv_heads}")
 
 
-def bench_attention(shape: Shape | None = None, *, steps: int = 40, peers: bool = True, progress: Progress | None = None) -> list[Row]:
+def bench_attention(
+    shape: Shape | None = None, *, steps: int = 40, peers: bool = True, progress: Progress | None = None
+) -> list[Row]:
     """Time ``steps`` decode steps of every contender, in turn within each round, after three that are not counted.
 
     ``peers``: transformers' own caches beside ours (``QuantizedCache`` where its backends are installed).

@@ -21,7 +21,13 @@ class Latency:
 
 
 def latency(
-    lab: Lab, prompt: str, strategy: Strategy | None = None, *, new_tokens: int = 32, runs: int = 3, progress: Progress | None = None
+    lab: Lab,
+    prompt: str,
+    strategy: Strategy | None = None,
+    *,
+    new_tokens: int = 32,
+    runs: int = 3,
+    progress: Progress | None = None,
 ) -> Latency:
     """Generate ``new_tokens`` tokens ``runs`` times, after one run that warms up and is not counted.
 

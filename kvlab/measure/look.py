@@ -20,9 +20,10 @@ class Attention:
     """Where each query head of one layer looked, pooled: ``tokens`` columns in ``bins`` bins, tokens / bins to a bin.
 
     ``whole`` float32 ``[heads, bins, bins]`` (query, key): the mean share of a query's attention that went to the keys of a bin;
-    NaN where no query was, and for keys that come after it. ``whole_evicted``: bool, the keys of the bin had all been evicted. ``steps`` ``[heads, steps, bins]`` and
-    ``steps_evicted``: the same for each query that came alone, at decode; they ask at the columns ``first_step``, + 1, ...
-    ``sink_share``, ``sink_share_steps``: float ``[heads]``, the share that went to the first ``sinks`` tokens.
+    NaN where no query was, and for keys that come after it. ``whole_evicted``: bool, the keys of the bin had all been evicted.
+    ``steps`` ``[heads, steps, bins]`` and ``steps_evicted``: the same for each query that came alone, at decode; they ask at the
+    columns ``first_step``, + 1, ... ``sink_share``, ``sink_share_steps``: float ``[heads]``, the share that went to the first
+    ``sinks`` tokens.
     """
 
     layer: int
@@ -117,7 +118,7 @@ class Heads(Watch):
 class Error:
     """How far what one layer keeps of the prompt is from what a full cache keeps: mean absolute differences.
 
-    ``keys`` ``[KV heads, key dim, bins]`` and ``values``: float32, NaN where every token of a bin was evicted; ``tokens`` columns.
+    ``keys`` ``[KV heads, key dim, bins]`` and ``values``: float32, NaN where a bin was wholly evicted; ``tokens`` columns.
     ``key_share``, ``value_share`` ``[KV heads]``: the mean difference as a share of the mean size of the exact numbers.
     """
 

@@ -32,7 +32,9 @@ def predict(geometry: Geometry, strategy: Strategy, tokens: int, *, batch: int =
     for number, layer in enumerate(geometry.layers):
         if not layer.kv_heads:
             continue
-        shape = LayerShape(number, len(geometry.layers), batch, layer.kv_heads, layer.key_dim, layer.value_dim, dtype, torch.device("cpu"))
+        shape = LayerShape(
+            number, len(geometry.layers), batch, layer.kv_heads, layer.key_dim, layer.value_dim, dtype, torch.device("cpu")
+        )
         parts = strategy.store.predict(rows, shape)
         if limit is not None and tokens > limit:
             shared = "mass" not in strategy.keep.needs  # every head holds the same tokens
@@ -44,7 +46,9 @@ def predict(geometry: Geometry, strategy: Strategy, tokens: int, *, batch: int =
     return out
 
 
-def predict_curve(geometry: Geometry, strategy: Strategy, tokens: Iterable[int], *, batch: int = 1, bits: int = 16) -> dict[str, list[float]]:
+def predict_curve(
+    geometry: Geometry, strategy: Strategy, tokens: Iterable[int], *, batch: int = 1, bits: int = 16
+) -> dict[str, list[float]]:
     """:func:`predict` at several lengths -> part -> bytes at each of them (0 where a part does not occur yet)."""
     points = [predict(geometry, strategy, t, batch=batch, bits=bits) for t in tokens]
     names = dict.fromkeys(name for point in points for name in point)

@@ -69,7 +69,9 @@ class Quality:
         return float(self.agree.double().mean())
 
 
-def control(lab: Lab, ids: Tensor, *, prefill: int = REFERENCE[0], step: int = REFERENCE[2], progress: Progress | None = None) -> Control:
+def control(
+    lab: Lab, ids: Tensor, *, prefill: int = REFERENCE[0], step: int = REFERENCE[2], progress: Progress | None = None
+) -> Control:
     """Read ``ids`` ``[1, n]`` through the full cache: ``prefill`` tokens at once, the rest ``step`` at a time.
 
     Raises ``ValueError`` unless ``1 <= prefill < n`` and ``step >= 1``.
@@ -90,7 +92,9 @@ def quality(lab: Lab, strategy: Strategy, against: Control, *, progress: Progres
     return Quality(loss, against.loss, torch.cat(kl).clamp(min=0), torch.cat(agree), against.prefill, memory)
 
 
-def _read(lab: Lab, ids: Tensor, strategy: Strategy, prefill: int, step: int, progress: Progress | None, stage: str) -> tuple[Tensor, Memory]:
+def _read(
+    lab: Lab, ids: Tensor, strategy: Strategy, prefill: int, step: int, progress: Progress | None, stage: str
+) -> tuple[Tensor, Memory]:
     n = ids.shape[1]
     if not 1 <= prefill < n:
         raise ValueError(f"prefill={prefill} is out of range (allowed: 1 to {n - 1}, one less than the text's tokens)")

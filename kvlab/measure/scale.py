@@ -18,7 +18,7 @@ DEVICES = (1, 2, 4, 8, 16)
 class Prediction:
     """Bytes of one sequence's cache over the tokens, as this run should take them; each list as long as ``tokens``.
 
-    ``full``: the full cache in the run's own width, ``full16`` in 16 bits, what ratios are taken against. ``parts``: the strategy's.
+    ``full``: the full cache in the run's own width; ``full16``: in 16 bits, what ratios refer to; ``parts``: the strategy.
     """
 
     tokens: list[int]
@@ -38,7 +38,7 @@ class Prediction:
 
 
 def prediction(shape: Geometry, strategy: Strategy, tokens: int, bits: int = 32) -> Prediction:
-    """The curve from 0 to ``tokens`` tokens. ``bits``: the width of the model's own numbers, 16 or 32. `ValueError` as `predict`."""
+    """The curve from 0 to ``tokens`` tokens. ``bits``: the width of the model's numbers, 16 or 32. `ValueError` as `predict`."""
     grid = geometry.grid(max(tokens, 1), 49)
     full = [sum(predict(shape, Strategy(), n, bits=bits).values()) for n in grid]
     return Prediction(grid, full, [value * 16 / bits for value in full], predict_curve(shape, strategy, grid, bits=bits))

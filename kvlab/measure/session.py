@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Request:
-    """What to run. ``layer``: the one to look into. ``depth``: where the needle hides (0 the start, 1 the end). ``step``: tokens a
-    scoring step."""
+    """What to run. ``layer``: the one to look into. ``step``: tokens a scoring step. ``depth``: where the needle hides (0 the
+    start, 1 the end)."""
 
     strategy: Strategy
     prompt: str
@@ -50,8 +50,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Ran:
-    """The strategy's run of the prompt beside the full cache's. ``words``: the text of each new token. ``error``: what was kept of
-    the prompt in the layer looked into, against the full cache."""
+    """The strategy's run of the prompt beside the full cache's. ``words``: the text of each new token. ``error``: what was kept
+    of the prompt in the layer looked into, against the full cache."""
 
     generation: Generation
     full: Generation

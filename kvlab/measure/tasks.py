@@ -26,7 +26,13 @@ class Needle:
 
 
 def needle(
-    lab: Lab, strategy: Strategy | None = None, *, tokens: int = 512, depth: float = 0.5, seed: int = 0, progress: Progress | None = None
+    lab: Lab,
+    strategy: Strategy | None = None,
+    *,
+    tokens: int = 512,
+    depth: float = 0.5,
+    seed: int = 0,
+    progress: Progress | None = None,
 ) -> Needle:
     """Hide a five-digit pass key at ``depth`` (0 the start, 1 the end) of ``tokens`` tokens of reference text, and ask by continuation.
 

@@ -6,10 +6,12 @@ Every control is a widget: a person moves it, a test or a notebook sets its `val
 """
 
 import base64
+import contextlib
 import html
 import os
 import time
 import traceback
+import weakref
 from typing import Any
 
 import ipywidgets as widgets
@@ -35,11 +37,14 @@ OWN, OTHER = "own text", "another …"
 NEW_TOKENS = 24
 
 
+_open: weakref.WeakValueDictionary[str, lab.Lab] = weakref.WeakValueDictionary()  # panels share what they have loaded
+
+
 class LiveLab(widgets.VBox):
     """One panel on one model.
 
-    Controls: `model`, `folder` (any folder or hub id), `prompt`, `text` (its words), `edit`, `run`, `cancel`, `controls` (`.keep`,
-    `.store`, `.place` with `.choice` and `.settings[name]`, and `.chunk`), `pin`, `code`, `reset`.
+    Controls: `model`, `folder` (any folder or hub id), `prompt`, `text` (its words), `edit`, `run`, `cancel`, `controls`
+    (`.keep`, `.store`, `.place` with `.choice` and `.settings[name]`, and `.chunk`), `pin`, `code`, `reset`.
     Cards: `memory`, `attention`, `quality`, `says`, `table`, each with `.state` and `.text`. `error.value` is empty when all is
     well. `shown` holds the results on show by name: "prediction", "ran", "scores", "needle", "row", "full", and "prompt".
 
@@ -52,10 +57,14 @@ class LiveLab(widgets.VBox):
     def __init__(self, lab: lab.Lab | None = None, prompt: str | None = None, strategy: Strategy | None = None) -> None:
         self._start, self._own, self._first_prompt = strategy or START, prompt, prompt
         self._session = Session(lab) if lab is not None else None
+        self._known = {lab.name: self._session} if lab is not None and self._session else {}  # the two newest
         self.shown: dict[str, Any] = {}
         self.pinned: dict[str, Any] = {}
         self._whole: dict[str, Any] = {}  # the results of the last run that came to its end
         self.runner = Runner(self._ended)
+        # what needs no model is drawn beside it, so that a run in progress holds nothing up; its errors are the run's own, too
+        self.sketch = Runner(lambda error: None, settle=0.02, heavy=False, lock=self.runner.lock)
+        self._asked = self._sketched = 0  # the newest request, and the newest whose prediction has been drawn
         self._setting = False  # controls are being set by the panel itself
         self._tokens: dict[str, int] = {}
         self._last_progress = 0.0
@@ -144,7 +153,7 @@ class LiveLab(widgets.VBox):
         for choice in (self.memory.model, self.memory.hardware, self.memory.devices, self.memory.requests):
             choice.observe(lambda _: self._safely(self._scale), "value")
         self.run.on_click(lambda _: self._safely(self._changed, fresh=True))
-        self.cancel.on_click(lambda _: self.runner.cancel())
+        self.cancel.on_click(lambda _: self._stop())
         self.reset.on_click(lambda _: self._safely(self._reset))
 
     # for people and tests alike
@@ -168,19 +177,19 @@ class LiveLab(widgets.VBox):
 
     def wait(self, timeout: float = 600) -> bool:
         """Until the run has ended -> True; False after `timeout` seconds."""
-        return self.runner.wait(timeout)
+        return self.sketch.wait(timeout) and self.runner.wait(timeout)
 
     # a control was moved
 
     def _changed(self, *, fresh: bool = False) -> None:
-        """Draw at once what can be known without the model, and run the rest in the background."""
+        """Take the request down; all work is done in the background, so that the next value can come at once."""
         if self._setting:
             return
         with self.runner.lock:
             try:
                 strategy = self.controls.read()
             except ValueError as problem:
-                self.runner.cancel()
+                self._stop()
                 for card in self.cards:
                     card.mark("waiting")
                 self._fail(problem, traceback.format_exc())
@@ -196,13 +205,16 @@ class LiveLab(widgets.VBox):
             self.stage.value = "waiting its turn"
             if self.code.value:
                 self._show_code()
-            session = self._session
-            self.runner.submit(lambda ticket: self._work(ticket, name, strategy, prompt, depth, fresh))
+            self._asked += 1
+            number, session = self._asked, self._session
+            self.runner.submit(lambda ticket: self._work(ticket, number, name, strategy, prompt, depth, fresh))
             if session is not None and session.lab.name == name and prompt in self._tokens:
-                self._predicted(session.predict(strategy, prompt, NEW_TOKENS))
-                self._scale()
+                self.sketch.submit(lambda ticket: self._sketch(ticket, number, session, strategy, prompt))
 
-    def _work(self, ticket: Ticket, name: str, strategy: Strategy, prompt: str, depth: float, fresh: bool) -> None:
+    def _sketch(self, ticket: Ticket, number: int, session: Session, strategy: Strategy, prompt: str) -> None:
+        ticket.show(self._predicted, number, strategy, session.predict(strategy, prompt, NEW_TOKENS))
+
+    def _work(self, ticket: Ticket, number: int, name: str, strategy: Strategy, prompt: str, depth: float, fresh: bool) -> None:
         """On the runner's thread."""
 
         def progress(stage: str, done: int, total: int) -> None:
@@ -214,13 +226,16 @@ class LiveLab(widgets.VBox):
         session = self._session
         if session is None or session.lab.name != name:
             ticket.show(self._progress, "loading the model", 0.0)
-            session = Session(lab.load(name, progress=False))
+            session = self._known.get(name)
+            if session is None:
+                session = Session(_load(name))
+                self._known = dict([*self._known.items(), (name, session)][-2:])
             ticket.show(self._meet, session)
         tokens = session.tokens(prompt)
         ticket.show(self._count, prompt, tokens)
         request = Request(strategy, prompt, layer=self.attention.layer.value, new_tokens=NEW_TOKENS, depth=depth)
         for stage in session.run(request, progress, fresh=fresh):
-            ticket.show(self._show, request, stage)
+            ticket.show(self._show, number, request, stage)
         ticket.show(self._finish, session.full_row(request, progress))
 
     # results arrive; always under the runner's lock
@@ -245,10 +260,9 @@ class LiveLab(widgets.VBox):
         self.progress.value = share
         self.stage.value = f"{html.escape(stage)} {100 * share:.0f}%" if share else html.escape(stage)
 
-    def _show(self, request: Request, stage: Any) -> None:
+    def _show(self, number: int, request: Request, stage: Any) -> None:
         if isinstance(stage, Prediction):
-            self._predicted(stage)
-            self._scale()
+            self._predicted(number, request.strategy, stage)
         elif isinstance(stage, Ran):
             self.shown |= {"ran": stage, "prompt": request.prompt}
             self.memory.show(self.shown["prediction"], stage, self.pinned.get("prediction"))
@@ -273,10 +287,14 @@ class LiveLab(widgets.VBox):
             if stage.found is None:
                 self.says.show_needle(None)
 
-    def _predicted(self, made: Prediction) -> None:
+    def _predicted(self, number: int, strategy: Strategy, made: Prediction) -> None:
+        if number <= self._sketched:
+            return
+        self._sketched = number
         self.shown["prediction"] = made
         self.memory.show(made, None, self.pinned.get("prediction"))
         self.memory.mark("waiting", "predicted; measuring …")
+        self._draw_scale(strategy)
 
     def _finish(self, full: Row) -> None:
         self.shown["full"] = full
@@ -310,13 +328,17 @@ class LiveLab(widgets.VBox):
             if card.state != "fresh":
                 card.mark("stale", why)
 
+    def _stop(self) -> None:
+        self.sketch.cancel()
+        self.runner.cancel()
+
     def _say_error(self, words: str, details: str = "") -> None:
         if not words:
             self.error.value = ""
             return
         self.error.value = (
-            f'<div class="kvlab-error" role="alert"><b>{html.escape(words)}</b>'
-            f"<details><summary>traceback</summary><pre>{html.escape(details)}</pre></details></div>"
+            f'<div class="kvlab-error" role="alert"><b>{html.escape(words, quote=False)}</b>'
+            f"<details><summary>traceback</summary><pre>{html.escape(details, quote=False)}</pre></details></div>"
         )
 
     def _safely(self, answer: Any, **how: Any) -> None:
@@ -352,10 +374,14 @@ class LiveLab(widgets.VBox):
         self._changed()
 
     def _scale(self) -> None:
+        """What the strategy is scaled to was changed. (A strategy that cannot be has been said already.)"""
+        with contextlib.suppress(ValueError):
+            self._draw_scale(self.controls.read())
+
+    def _draw_scale(self, strategy: Strategy) -> None:
         """The big model's figure; its faults are its own, and leave the rest alone."""
         card = self.memory
         try:
-            strategy = self.controls.read()
             made = scaled(
                 strategy, card.model.value, card.hardware.value, devices=card.devices.value, requests=card.requests.value
             )
@@ -437,6 +463,12 @@ class LiveLab(widgets.VBox):
             bundle["image/png"] = base64.b64encode(stack(figures)).decode()
             bundle["text/plain"] = repr(self)
         return bundle
+
+
+def _load(name: str) -> lab.Lab:
+    if name not in _open:
+        _open[name] = lab.load(name, progress=False)
+    return _open[name]
 
 
 def _visible(box: widgets.Widget, shown: bool) -> None:

@@ -42,12 +42,21 @@ class Runner:
     """Runs tasks on a thread of its own, which lives only while there is something to do.
 
     `ended(error)` is called once for each task that has run, with None, `Cancelled` or what went wrong, under `lock`; it is not
-    called for a task that a newer one has replaced. `settle`: seconds without a newer task before one begins.
+    called for a task that a newer one has replaced. `settle`: seconds without a newer task before one begins. `heavy=False`:
+    tasks so short that they need not wait for their turn. `lock`: another runner's, where both draw on the same panel.
     """
 
-    def __init__(self, ended: Callable[[BaseException | None], None], *, settle: float = 0.12) -> None:
-        self.lock = threading.RLock()
+    def __init__(
+        self,
+        ended: Callable[[BaseException | None], None],
+        *,
+        settle: float = 0.12,
+        heavy: bool = True,
+        lock: "threading.RLock | None" = None,  # type: ignore[valid-type]
+    ) -> None:
+        self.lock = lock or threading.RLock()
         self.started = 0  # tasks that have begun
+        self._turn = WORK if heavy else threading.Lock()
         self._ended, self._settle = ended, settle
         self._waiting: tuple[Task, Ticket, float] | None = None
         self._ticket: Ticket | None = None
@@ -91,7 +100,7 @@ class Runner:
                     self.started += 1
                     task(ticket)
                 finally:
-                    WORK.release()
+                    self._turn.release()
             except BaseException as problem:
                 error = problem
             with self.lock:
@@ -116,5 +125,5 @@ class Runner:
             ticket.ended.wait(left)
 
     def _take_turn(self, ticket: Ticket) -> None:
-        while not WORK.acquire(timeout=0.05):
+        while not self._turn.acquire(timeout=0.05):
             ticket.check()

@@ -21,17 +21,19 @@ CSS = f"""<style>
 .kvlab-grow .widget-hprogress, .kvlab-bar .widget-hprogress {{ width: 130px; }}
 .kvlab-main {{ display: flex; flex-flow: row wrap; gap: 12px; align-items: flex-start; overflow: visible; }}
 .kvlab-side {{ flex: 1 1 236px; max-width: 264px; min-width: 0; overflow: visible; }}
-.kvlab-side .kvlab-boxes {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(220px, 1fr)); gap: 10px; overflow: visible; }}
+.kvlab-side .kvlab-boxes {{ display: grid; gap: 10px; overflow: visible;
+  grid-template-columns: repeat(auto-fit, minmax(220px, 1fr)); }}
 .kvlab-figures {{ flex: 1 1 600px; min-width: 0; display: grid; gap: 12px; overflow: visible;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); align-items: start; }}
 .kvlab-column {{ display: flex; flex-direction: column; gap: 12px; min-width: 0; overflow: visible; }}
 .kvlab-all {{ display: flex; flex-direction: column; gap: 12px; overflow: visible; }}
 .kvlab-bar select {{ min-width: 120px; }}
-.kvlab-card, .kvlab-box {{ border: 1px solid var(--line); border-radius: 8px; background: var(--paper); min-width: 0; overflow: hidden;
-  margin: 0; }}
+.kvlab-card, .kvlab-box {{ border: 1px solid var(--line); border-radius: 8px; background: var(--paper); min-width: 0;
+  overflow: hidden; margin: 0; }}
 .kvlab-card {{ padding: 8px 10px 10px; }}
 .kvlab-box {{ padding: 0 10px 8px; }}
-.kvlab-axis {{ border-left: 5px solid var(--hue); margin: 0 -10px; padding: 6px 8px; background: var(--wash); color: var(--faint); }}
+.kvlab-axis {{ border-left: 5px solid var(--hue); margin: 0 -10px; padding: 6px 8px; color: var(--faint);
+  background: var(--wash); }}
 .kvlab-axis b {{ color: var(--ink); font-size: 14px; margin-right: 4px; }}
 .kvlab-head {{ display: flex; justify-content: space-between; align-items: baseline; gap: 8px; }}
 .kvlab-head b {{ font-size: 14px; }}
@@ -45,7 +47,8 @@ CSS = f"""<style>
 .kvlab-legend .kvlab-hatch {{ height: 12px; background: repeating-linear-gradient(135deg, #f1f1f1 0 3px, #b0b0b0 3px 6px); }}
 .kvlab-source {{ font-size: 11px; color: var(--faint); }}
 .kvlab-dim .kvlab-body > *:not(.kvlab-row), .kvlab-dim > .kvlab-summary, .kvlab-dim .kvlab-row > .widget-html {{ opacity: .4; }}
-.kvlab-error {{ color: var(--danger); border-left: 4px solid #d55e00; padding: 4px 10px; margin: 2px 0 8px; background: var(--wash); }}
+.kvlab-error {{ color: var(--danger); border-left: 4px solid #d55e00; padding: 4px 10px; margin: 2px 0 8px;
+  background: var(--wash); }}
 .kvlab-error b {{ font-weight: 600; }}
 .kvlab-error details {{ color: var(--faint); margin-top: 2px; }}
 .kvlab-error pre {{ max-height: 260px; overflow: auto; font-size: 11px; }}
@@ -64,8 +67,8 @@ CSS = f"""<style>
 .kvlab textarea {{ font-size: 12px; line-height: 1.45; }}
 .kvlab-table {{ overflow-x: auto; }}
 .kvlab-table table {{ border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }}
-.kvlab-table th, .kvlab-table td {{ padding: 3px 10px; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap;
-  background: transparent; color: var(--ink); }}
+.kvlab-table th, .kvlab-table td {{ padding: 3px 10px; text-align: right; white-space: nowrap;
+  border-bottom: 1px solid var(--line); background: transparent; color: var(--ink); }}
 .kvlab-table th {{ font-weight: 600; color: var(--faint); }}
 .kvlab-table td:first-child, .kvlab-table th:first-child {{ text-align: left; white-space: normal; min-width: 130px; }}
 .kvlab-table i {{ font-style: normal; color: var(--faint); }}
@@ -77,7 +80,7 @@ CSS = f"""<style>
   .kvlab-figures {{ flex-basis: 100%; grid-template-columns: minmax(0, 1fr); }}
 }}
 .kvlab .js-plotly-plot .main-svg {{ background: transparent !important; }}
-.kvlab .js-plotly-plot .bglayer .bg, .kvlab .js-plotly-plot .legend .bg {{ fill: transparent !important; fill-opacity: 0 !important; }}
+.kvlab .js-plotly-plot .bglayer .bg {{ fill: transparent !important; fill-opacity: 0 !important; }}
 {_DARK} .js-plotly-plot text {{ fill: var(--ink) !important; }}
 {_DARK} .js-plotly-plot .annotation-text {{ filter: brightness(1.5); }}
 {_DARK} .js-plotly-plot .annotation .bg {{ fill: var(--paper) !important; }}

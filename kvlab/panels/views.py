@@ -26,12 +26,12 @@ THIS = "this"
 class Card(widgets.VBox):
     """A titled box. `summary` is its line of text; `state` as in this file's head."""
 
-    def __init__(self, title: str, body: Sequence[widgets.Widget], *, hue: str = style.INK) -> None:
+    def __init__(self, title: str, body: Sequence[widgets.Widget], foot: widgets.Widget | None = None) -> None:
         self._title = title
         self.state = "fresh"
         self.top, self.summary = widgets.HTML(), _line()
         box = widgets.VBox(list(body)).add_class("kvlab-body")
-        super().__init__([self.top, box, self.summary])
+        super().__init__([self.top, box, self.summary, *([foot] if foot else [])])
         self.add_class("kvlab-card")
         self.mark("fresh")
 
@@ -68,10 +68,8 @@ class MemoryCard(Card):
         self.devices = _dropdown("on", DEVICES, 1, "how many devices")
         self.requests = _dropdown("requests", (1, 2, 4, 8, 16, 32, 64, 128, 256), 16, "requests at once, all of the same length")
         row = widgets.HBox([self.model, self.requests, self.devices, self.hardware]).add_class("kvlab-row")
-        line = _line()
-        super().__init__("memory", [self.figure, self.legend, line, row, self.scale_figure, self.scale_legend])
-        self.children = (*self.children[:2], self.scale_summary)
-        self.summary = line
+        below = widgets.VBox([row, self.scale_figure, self.scale_legend, self.scale_summary]).add_class("kvlab-body")
+        super().__init__("memory", [self.figure, self.legend], below)
 
     def fit_devices(self) -> None:
         """As many devices as the model asks for."""
@@ -210,7 +208,7 @@ class QualityCard(Card):
 
 
 class SaysCard(Card):
-    """What the model says with the full cache and with this one, and whether a hidden fact is found. `found`: True, False or None."""
+    """What the model says with the full cache and with this one, and whether a hidden fact is `found` (True, False or None)."""
 
     def __init__(self) -> None:
         self.lines, self.needle = widgets.HTML(), widgets.HTML()
@@ -222,12 +220,12 @@ class SaysCard(Card):
         )
         self.found: bool | None = None
         row = widgets.HBox([self.depth, self.needle]).add_class("kvlab-row")
-        super().__init__("what it says", [self.lines])
-        self.children = (*self.children, row)
+        super().__init__("what it says", [self.lines], row)
 
     def show(self, prompt: str, ran: Ran, pinned: Ran | None = None) -> None:
         runs = [(A, "inherit", pinned.generation.text)] if pinned else []
         runs.append((B if pinned else THIS, "inherit", ran.generation.text))
+        self.found, self.needle.value = None, "needle: not looked for yet"
         self.lines.value = quality.continuations(prompt, ran.full.text, runs)
         self.say(quality.continuations_summary(ran.full.text, ran.generation.text))
 
@@ -270,7 +268,8 @@ class TableCard(Card):
         cold = ", ".join(label for label, row in self.rows.items() if row.cold)
         note = f" The first token of {cold} was this process's first run: cold." if cold else ""
         self.say(
-            f"Bytes as allocated at {own.tokens:,} tokens; ratios against a full cache of 16 bits.{wide} Times of one run on this machine.{note}"
+            f"Bytes as allocated at {own.tokens:,} tokens; ratios against a full cache of 16 bits.{wide}"
+            f" Times of one run on this machine.{note}"
         )
 
 

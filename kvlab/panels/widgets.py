@@ -72,7 +72,7 @@ def whole_range(setting: Setting, default: int) -> tuple[int, int, int]:
 
 
 class MethodControls(widgets.VBox):
-    """The choice of one method of an axis, and the settings of the chosen one. `choice.value` is its name, `settings` its widgets.
+    """The choice of a method of an axis, and the settings of the chosen one. `choice.value` is its name, `settings` its widgets.
 
     What was set for a method is still there when a person comes back to it.
     """
@@ -178,7 +178,7 @@ def _set(widget: Any, value: Any) -> None:
 
 
 class StrategyControls(widgets.VBox):
-    """Three columns of a strategy, each in the hue of its axis, and the prefill chunk. Members: `keep`, `store`, `place`, `chunk`."""
+    """A strategy's three axes, each in its hue, and the prefill chunk: `keep`, `store`, `place`, `chunk`."""
 
     def __init__(self, strategy: Strategy, changed: Changed) -> None:
         super().__init__()

@@ -32,7 +32,9 @@ class Offload(Place):
     title = "offload"
     paper = "FlexGen, arXiv 2303.06865"
 
-    to: str = param("auto", choices=("auto", "cpu", "disk"), help="Where layers wait. auto: CPU RAM beside a GPU, disk beside a CPU.")
+    to: str = param(
+        "auto", choices=("auto", "cpu", "disk"), help="Where layers wait. auto: CPU RAM beside a GPU, disk beside a CPU."
+    )
     folder: str = param("", help="Where files go when offloading to disk. Empty: the system's folder for temporary files.")
 
     def state(self, layers: Sequence[HasBuffers], device: torch.device) -> PlaceState:
@@ -40,7 +42,9 @@ class Offload(Place):
         if to == "auto":
             to = "disk" if device.type == "cpu" else "cpu"
         if to == "cpu" and device.type == "cpu":
-            raise ValueError("Offload: to='cpu' moves nothing here, the model already runs on the CPU (allowed here: 'disk', 'auto')")
+            raise ValueError(
+                "Offload: to='cpu' moves nothing here, the model already runs on the CPU (allowed here: 'disk', 'auto')"
+            )
         return DiskState(layers, device, self.folder) if to == "disk" else HostState(layers, device)
 
 

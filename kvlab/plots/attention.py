@@ -64,7 +64,7 @@ def update_attention(
 
 
 def error_map(error: Array, *, tokens: int, what: str = "keys", title: str = "Quantization error") -> go.Figure:
-    """How far a head's kept keys are from the exact ones: ``[channels, bins]`` mean |kept - exact|, NaN where a bin was evicted."""
+    """How far a head's kept keys are from the exact ones: mean |kept - exact| ``[channels, bins]``, NaN: evicted."""
     return update_error(_empty(), error, tokens=tokens, what=what, title=title)
 
 
@@ -176,7 +176,7 @@ def _update(
 
 
 def _grid(columns: tuple[int, int], rows: tuple[int, int], shape: tuple[int, ...]) -> dict[str, float]:
-    """Where the cells of a picture of `shape` lie, so that (first, number) of columns and rows fill it; token n is centred on n."""
+    """Where the cells of a picture of `shape` lie, to fill (first, number) of columns and rows; token n is centred on n."""
     dx, dy = columns[1] / max(1, shape[1]), rows[1] / max(1, shape[0])
     return {"x0": columns[0] + dx / 2 - 0.5, "dx": dx, "y0": rows[0] + dy / 2 - 0.5, "dy": dy}
 

@@ -86,7 +86,7 @@ def update_along(
     with fig.batch_update():
         for name, y in drawn.items():
             shown = y is not None and not (name == EVICTED and not gone.any())
-            at = x[: len(y)] if y is not None else []
+            at: Any = x[: len(y)] if y is not None else []
             style.trace(fig, name).update(
                 x=at, y=y if y is not None else [], visible=True if shown else "legendonly" if name == EVICTED else False
             )
@@ -108,7 +108,8 @@ def along_summary(
     perplexity: float, full: float, kl: float, agreement: float, words: Sequence[str], loss_change: Numbers, first: int
 ) -> str:
     """`KL 0.012 nats, 96% agree; perplexity 13.9, +2.1% on the full cache's; hardest hit: " Paris", token 412, +3.2 nats.`"""
-    line = f"KL {kl:.2g} nats, {100 * agreement:.0f}% agree; perplexity {perplexity:.1f}, {_signed(perplexity / full - 1)} on the full cache's"
+    line = f"KL {kl:.2g} nats, {100 * agreement:.0f}% agree; perplexity {perplexity:.1f}"
+    line += f", {_signed(perplexity / full - 1)} on the full cache's"
     change = np.asarray(loss_change, dtype=float)
     if not len(change) or change.max() < 0.05:
         return line + "."
@@ -167,7 +168,8 @@ def continuations_summary(full: str, text: str) -> str:
     if at is None:
         return "It says the same as the full cache."
     words = [rest.split()[0] if (rest := one[at:]).split() else "the end" for one in (full, text)]
-    return f"It parts from the full cache after {len(text[:at].split()):,} words: {_quoted(words[1])} instead of {_quoted(words[0])}."
+    after = len(text[:at].split())
+    return f"It parts from the full cache after {after:,} words: {_quoted(words[1])} instead of {_quoted(words[0])}."
 
 
 def _line(label: str, hue: str, words: str, *, faint: bool = False) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from kvlab_kernels.layout import Codes
 from torch import Tensor
 
 from kvlab.buffer import Buffer
 from kvlab.strategy import Method
+from kvlab_kernels.layout import Codes
 
 
 @dataclass(frozen=True)

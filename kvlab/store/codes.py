@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from kvlab_kernels.layout import Codes, dequantize, pack, planes
 from torch import Tensor
 
 from kvlab.buffer import Buffer
+from kvlab_kernels.layout import Codes, dequantize, pack, planes
 
 FOLD_ROWS = 16  # up to this many query rows a head, folding scales into the query beats rescaling the keys
 
@@ -23,7 +23,9 @@ def quantize(x: Tensor, bits: int, dims: tuple[int, ...], scale_dtype: torch.dty
     low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
     scale, zero = ((high - low) / (2**bits - 1)).to(scale_dtype), low.to(scale_dtype)
     if not bool(torch.isfinite(scale).all() & torch.isfinite(zero).all()):
-        raise ValueError(f"keys or values up to {x.abs().amax().item():.3g} cannot be quantized with {scale_dtype} scales (NaN, infinite or too large)")
+        raise ValueError(
+            f"keys or values up to {x.abs().amax().item():.3g} cannot be quantized with {scale_dtype} scales (NaN, infinite or too large)"
+        )
     step = scale.float()
     codes = ((x - zero.float()) / torch.where(step > 0, step, 1.0)).round_().clamp_(0, 2**bits - 1)
     return codes.to(torch.uint8), scale, zero
@@ -39,7 +41,12 @@ class QuantizedSide:
 
     def __init__(self, bits: int, axis: str, group_size: int, scale_dtype: torch.dtype) -> None:
         self.bits, self.axis, self.group_size, self.scale_dtype = bits, axis, group_size, scale_dtype
-        self.codes, self.scale, self.zero, self.table = Buffer("codes"), Buffer("scales"), Buffer("scales"), Buffer("tables", shared=True)
+        self.codes, self.scale, self.zero, self.table = (
+            Buffer("codes"),
+            Buffer("scales"),
+            Buffer("scales"),
+            Buffer("tables", shared=True),
+        )
         self.repacked = 0
 
     def __len__(self) -> int:
@@ -117,11 +124,11 @@ class QuantizedSide:
         codes, layout, size = self._numbers(start, stop), self.layout(start, stop), self.group_size
         scale, zero = layout.scale.float(), layout.zero.float()
         if layout.axis == "token":
-            out = 0
+            out = query.new_zeros((b, h, m, stop - start))
             for g in range(d // size):
                 part = query[..., g * size : (g + 1) * size]
                 one = part @ codes[..., g * size : (g + 1) * size].transpose(-1, -2)
-                out = out + one.mul_(scale[..., g].unsqueeze(2)).add_(part.sum(-1, keepdim=True) * zero[..., g].unsqueeze(2))
+                out += one.mul_(scale[..., g].unsqueeze(2)).add_(part.sum(-1, keepdim=True) * zero[..., g].unsqueeze(2))
             return out
         groups = (stop - start) // size
         folded = query.unsqueeze(2) * scale.unsqueeze(3)  # [B, H, groups, M, D]
@@ -219,4 +226,3 @@ def _rows(x: Tensor, index: Tensor) -> Tensor:
 def _first(flags: Tensor, count: int) -> Tensor:
     """The places of the first ``count`` true flags along dim 2, in order (false ones follow where there are fewer)."""
     return (~flags).to(torch.uint8).sort(dim=2, stable=True).indices[..., :count]
-

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from kvlab_kernels.layout import Codes
 from torch import Tensor
 
 from kvlab.buffer import Buffer
 from kvlab.store.base import LayerShape, Store, StoreState, block_rows, split
 from kvlab.store.codes import QuantizedSide
 from kvlab.strategy import param
+from kvlab_kernels.layout import Codes
 
 SCALES = {"float16": torch.float16, "float32": torch.float32}
 
@@ -30,7 +30,9 @@ class Int(Store):
     paper = "KIVI, arXiv 2402.02750"
 
     bits: int = param(8, choices=(8, 4, 2), unit="bits", help="Bits of one code. Scales and zero points come on top.")
-    group_size: int = param(64, low=8, high=1024, step=8, unit="numbers", title="group size", help="How many numbers share one scale.")
+    group_size: int = param(
+        64, low=8, high=1024, step=8, unit="numbers", title="group size", help="How many numbers share one scale."
+    )
     key_axis: str = param(
         "channel",
         choices=("channel", "token", "tensor"),
@@ -50,9 +52,13 @@ class Int(Store):
         size = min(self.group_size, dim)
         if dim % size:
             fits = [d for d in range(8, dim + 1) if dim % d == 0]
-            raise ValueError(f"Int: group_size={self.group_size} does not divide the head dim {dim} (allowed: {', '.join(map(str, fits))} or more)")
+            raise ValueError(
+                f"Int: group_size={self.group_size} does not divide the head dim {dim} (allowed: {', '.join(map(str, fits))} or more)"
+            )
         if dim * self.bits % 8:
-            raise ValueError(f"Int: bits={self.bits} cannot be packed for the head dim {dim}: it must be a multiple of {8 // self.bits}")
+            raise ValueError(
+                f"Int: bits={self.bits} cannot be packed for the head dim {dim}: it must be a multiple of {8 // self.bits}"
+            )
         return size
 
     def due(self, tail: int) -> int:

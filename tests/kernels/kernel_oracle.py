@@ -1,6 +1,7 @@
 """What the kernels should say, in float64 and written without them: channel by channel, softmax in the open."""
 
 import torch
+
 from kvlab_kernels.layout import Codes
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

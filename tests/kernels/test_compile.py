@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kvlab_kernels
 import pytest
+
+import kvlab_kernels
 
 QUICK = {"bf16 dense", "int8 g64", "int4 g64", "int2 g64", "int8 keys per token", "bf16 sinks", "bf16 int4 g64"}
 SCRIPT = """

@@ -142,3 +142,11 @@ def test_a_task_can_be_cancelled_while_another_panel_works() -> None:
         assert runner.wait(LONG)
     assert isinstance(ends[0], Cancelled)
     assert runner.started == 0
+
+
+def test_light_tasks_do_not_wait_for_heavy_ones() -> None:
+    runner, shown = Runner(lambda _: None, settle=0.0, heavy=False), []
+    with WORK:
+        runner.submit(lambda ticket: ticket.show(shown.append, "light"))
+        assert runner.wait(LONG)
+    assert shown == ["light"]

@@ -33,8 +33,8 @@ def test_offload_is_bit_exact_over_200_steps(llama, device, parts, to):
 
 
 def test_the_device_holds_one_layer_at_a_time(llama, device, ids):
-    resident, full = ours(llama, Strategy(), ids, [40])
-    away, cache = ours(llama, Strategy(place=place.Offload(to="disk")), ids, [40])
+    _resident, full = ours(llama, Strategy(), ids, [40])
+    _away, cache = ours(llama, Strategy(place=place.Offload(to="disk")), ids, [40])
     one = full.memory().allocated // 3
     assert cache.high_water <= 2.1 * one < full.high_water
 

@@ -1,4 +1,4 @@
-"""The speed figures: what is drawn, in which hue and unit, how recorded rows differ, and that an update changes a figure in place."""
+"""The speed figures: what is drawn, in which hue and unit, how recorded rows differ, and updates in place."""
 
 import pytest
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvlab_kernels.layout import Codes, dequantize, pack, unpack
 
 from kvlab import store
 from kvlab.store.base import LayerShape
 from kvlab.store.codes import QuantizedSide, quantize
+from kvlab_kernels.layout import Codes, dequantize, pack, unpack
 
 DIMS = {"channel": (3,), "token": (4,)}
 
@@ -81,7 +81,7 @@ def test_a_biased_channel_ruins_per_token_keys_only():
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("m", [1, 40], ids=["folded", "plain"])
 def test_score_and_mix_equal_the_plain_reading(axis, bits, m):
-    state, k, v = filled(store.Int(bits=bits, group_size=16, key_axis=axis, residual=5), 83)
+    state, _k, _v = filled(store.Int(bits=bits, group_size=16, key_axis=axis, residual=5), 83)
     keys, values = state.dense()
     generator = torch.Generator().manual_seed(1)
     q = torch.randn(2, 3, m, 32, generator=generator)
@@ -100,7 +100,10 @@ def test_select_keeps_what_it_names(axis):
     keys, values = state.dense()
     frozen = state.frozen
     generator = torch.Generator().manual_seed(3)
-    rows = [torch.stack([torch.stack([torch.randperm(n, generator=generator)[:m].sort().values for _ in range(3)]) for _ in range(2)]) for n, m in ((frozen, 20), (40 - frozen, 3))]
+    rows = [
+        torch.stack([torch.stack([torch.randperm(n, generator=generator)[:m].sort().values for _ in range(3)]) for _ in range(2)])
+        for n, m in ((frozen, 20), (40 - frozen, 3))
+    ]
     index = torch.cat([rows[0], rows[1] + frozen], 2)
     state.select(index)
     got = state.dense()
