@@ -82,12 +82,18 @@ def values(x: Tensor | Codes) -> Tensor:
     code, scale, zero = unpack(x.codes, x.bits).double(), x.scale.double(), x.zero.double()
     if x.axis == "token":
         return code * scale.repeat_interleave(x.group_size, -1) + zero.repeat_interleave(x.group_size, -1)
-    row = x.group.long() if x.group is not None else (torch.arange(code.shape[2], device=GPU) // x.group_size).expand(code.shape[:3])
+    row = (
+        x.group.long()
+        if x.group is not None
+        else (torch.arange(code.shape[2], device=GPU) // x.group_size).expand(code.shape[:3])
+    )
     row = row[..., None].expand(code.shape)
     return code * scale.gather(2, row) + zero.gather(2, row)
 
 
-def exact(q, k, v, scaling, bias=None, softcap=None, sinks=None, length=None, residual_k=None, residual_v=None) -> tuple[Tensor, Tensor]:
+def exact(
+    q, k, v, scaling, bias=None, softcap=None, sinks=None, length=None, residual_k=None, residual_v=None
+) -> tuple[Tensor, Tensor]:
     k, v = values(k), values(v)
     batch, heads, queries, dim = q.shape
     kv_heads, n = k.shape[1:3]
@@ -164,7 +170,10 @@ def decode_case(dtype, k_kind, v_kind, *, n=777, dim=128, heads=8, kv_heads=2, q
         v = side(v_kind, batch, kv_heads, n, dim, dtype, **({} if v_kind == "dense" else given))
         more = dict(options)
         if tail:
-            more |= dict(residual_k=query(batch, kv_heads, tail, dim, dtype=dtype), residual_v=query(batch, kv_heads, tail, dim, dtype=dtype))
+            more |= dict(
+                residual_k=query(batch, kv_heads, tail, dim, dtype=dtype),
+                residual_v=query(batch, kv_heads, tail, dim, dtype=dtype),
+            )
         if masked or blind:
             bias = torch.randn(batch, kv_heads, queries, n + tail, device=GPU)
             more["bias"] = bias.masked_fill(torch.rand(n + tail, device=GPU) < 0.4, -torch.inf)
@@ -197,14 +206,18 @@ def far_case(bits: int) -> Callable[[], dict]:
         else:
             k = random_codes(1, 2, n, dim, bits, "token", 128)
             v = random_codes(1, 2, n, dim, bits, "token", 128)
-            near_k, near_v = (Codes(x.codes[:, :, -kept:], x.scale[:, :, -kept:], x.zero[:, :, -kept:], bits, "token", 128) for x in (k, v))
+            near_k, near_v = (
+                Codes(x.codes[:, :, -kept:], x.scale[:, :, -kept:], x.zero[:, :, -kept:], bits, "token", 128) for x in (k, v)
+            )
         out, lse = decode_attention(q, k, v, scaling=dim**-0.5, bias=bias)
         return verdict(out, lse, *exact(q, near_k, near_v, dim**-0.5))
 
     return run
 
 
-def quantize_case(dtype: torch.dtype, bits: int, axis: str, group: int, n: int, dim: int, scale_dtype: torch.dtype) -> Callable[[], dict]:
+def quantize_case(
+    dtype: torch.dtype, bits: int, axis: str, group: int, n: int, dim: int, scale_dtype: torch.dtype
+) -> Callable[[], dict]:
     def run() -> dict:
         x = (torch.randn(2, n, 3, dim, device=GPU) * torch.logspace(-4, 3, dim, device=GPU)).to(dtype).transpose(1, 2)
         x[0, 0] = 3.3
@@ -231,12 +244,18 @@ def cases() -> dict[str, Callable[[], dict]]:
         add(f"decode int4 keys per token {NAMES[dtype]}", decode_case(dtype, (4, "token", 32), (4, "token", 32), n=701))
         add(f"decode int8 softcap sinks {NAMES[dtype]}",
             decode_case(dtype, (8, "channel", 32), (8, "token", 128), softcap=20.0, sinks=True, masked=True, tail=7, queries=3))  # fmt: skip
-        add(f"decode int4 blind rows {NAMES[dtype]}", decode_case(dtype, (4, "channel", 64), (4, "token", 64), blind=True, splits=5))
+        add(
+            f"decode int4 blind rows {NAMES[dtype]}",
+            decode_case(dtype, (4, "channel", 64), (4, "token", 64), blind=True, splits=5),
+        )
     for dim in (64, 80, 96, 256):
         small = {64: 32, 80: 40, 96: 32, 256: 64}[dim]
         add(f"decode dense d{dim}", decode_case(bf16, "dense", "dense", dim=dim, n=513))
         for bits in (8, 4, 2):
-            add(f"decode int{bits} d{dim}", decode_case(fp16, (bits, "channel", 64), (bits, "token", small), dim=dim, n=513, tail=5))
+            add(
+                f"decode int{bits} d{dim}",
+                decode_case(fp16, (bits, "channel", 64), (bits, "token", small), dim=dim, n=513, tail=5),
+            )
     for n in (1, 63, 64, 65, 4097):
         add(f"decode int8 n{n}", decode_case(fp16, (8, "channel", 64), (8, "token", 64), n=n))
         add(f"decode int4 n{n}", decode_case(bf16, (4, "channel", 64), (4, "token", 64), n=n))
@@ -247,7 +266,10 @@ def cases() -> dict[str, Callable[[], dict]]:
     add("decode int8 keys dense values", decode_case(bf16, (8, "channel", 64), "dense"))
     for bits in (8, 4, 2):
         add(f"decode int{bits} table", decode_case(bf16, (bits, "channel", 64), (bits, "token", 64), table=True, n=300))
-        add(f"decode int{bits} capacity", decode_case(fp16, (bits, "channel", 32), (bits, "token", 32), n=611, capacity=1024, length=600))
+        add(
+            f"decode int{bits} capacity",
+            decode_case(fp16, (bits, "channel", 32), (bits, "token", 32), n=611, capacity=1024, length=600),
+        )
     add("decode int8 uneven groups", decode_case(bf16, (8, "channel", 20), (8, "token", 64), n=300))
     add("decode int4 float32 scales", decode_case(fp16, (4, "channel", 64), (4, "token", 64), scale_dtype=fp32))
     add("decode int4 lengths", decode_case(bf16, (4, "channel", 64), (4, "token", 64), length="rows", splits=4, batch=3))
@@ -256,7 +278,12 @@ def cases() -> dict[str, Callable[[], dict]]:
     add("decode dense beyond 2**31", far_case(16))
     for dtype in (bf16, fp32):
         for bits in (8, 4, 2):
-            for axis, group, n, dim in (("channel", 64, 320, 128), ("channel", 20, 100, 80), ("token", 64, 333, 128), ("token", 32, 100, 96)):
+            for axis, group, n, dim in (
+                ("channel", 64, 320, 128),
+                ("channel", 20, 100, 80),
+                ("token", 64, 333, 128),
+                ("token", 32, 100, 96),
+            ):
                 for scale_dtype in (fp16, fp32):
                     name = f"quantize int{bits} {axis} g{group} d{dim} {NAMES[dtype]} scales {NAMES[scale_dtype]}"
                     add(name, quantize_case(dtype, bits, axis, group, n, dim, scale_dtype))
@@ -304,7 +331,10 @@ def work(index: int, workers: int, skip: int, out: Path, deadline: float, quick:
         with out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         if fatal:  # the context is gone: go on in a new process
-            os.execv(sys.executable, [sys.executable, __file__, "--worker", f"{index},{workers},{position + 1},{out},{deadline},{int(quick)}"])
+            os.execv(
+                sys.executable,
+                [sys.executable, __file__, "--worker", f"{index},{workers},{position + 1},{out},{deadline},{int(quick)}"],
+            )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -315,7 +345,11 @@ def run_workers(quick: bool, seconds: float) -> list[dict]:
         files = [Path(folder, f"{i}.jsonl") for i in range(count)]
         deadline = time.time() + seconds
         processes = [
-            subprocess.Popen([sys.executable, __file__, "--worker", f"{i},{count},0,{file},{deadline},{int(quick)}"], stderr=subprocess.PIPE, text=True)
+            subprocess.Popen(
+                [sys.executable, __file__, "--worker", f"{i},{count},0,{file},{deadline},{int(quick)}"],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             for i, file in enumerate(files)
         ]
         rows = []
@@ -342,13 +376,17 @@ def inputs(kind: str, model: str, batch: int, context: int) -> tuple[Tensor, Ten
     if kind == "dense":
         return q, *(torch.randn(batch, kv_heads, context, dim, device=GPU, dtype=torch.bfloat16) for _ in range(2))
     bits = int(kind[3:])
-    return q, random_codes(batch, kv_heads, context, dim, bits, "channel", GROUP), random_codes(batch, kv_heads, context, dim, bits, "token", GROUP)
+    return (
+        q,
+        random_codes(batch, kv_heads, context, dim, bits, "channel", GROUP),
+        random_codes(batch, kv_heads, context, dim, bits, "token", GROUP),
+    )
 
 
 def rotating(kind: str, model: str, batch: int, context: int) -> list[tuple]:
     """As many independent inputs as it takes to overflow the L2 cache many times."""
     first = inputs(kind, model, batch, context)
-    more = min(64, ROTATE // (size(first[1]) + size(first[2])))
+    more = min(400, ROTATE // (size(first[1]) + size(first[2])))
     return [first, *(inputs(kind, model, batch, context) for _ in range(more))]
 
 
@@ -424,39 +462,44 @@ def attend(settings: launch.Settings | None) -> Callable[..., object]:
 
 def search(report: dict, clock: Clock, quick: bool) -> dict[str, launch.Settings]:
     best: dict[str, launch.Settings] = {}
+    names = list(asdict(launch.Settings()))
     for kind in ("int8", "int4", "dense", "int2"):
         turns = rotating(kind, "Llama-3.1-8B", 8, 32768)
-        read = size(turns[0][1]) + size(turns[0][2])
-        rows = []
-
-        def measure(candidate: launch.Settings) -> None:
-            row: dict = {"kind": kind, **asdict(candidate)}
-            try:
-                row |= timed(attend(candidate), turns)
-                row |= {"GB/s": read / row["ms"] * 1e-6, "of_copy": read / row["ms"] * 1e3 / report["copy_bytes_per_second"]}
-            except Exception:
-                row["traceback"] = traceback.format_exc()[-1500:]
-            rows.append(row)
-
+        tried: dict[launch.Settings, dict] = {}
         for candidate in candidates(kind, quick):
             if clock.left() < 60:
                 clock.skip(f"search {kind} {candidate}")
-                continue
-            measure(candidate)
-        good = sorted((r for r in rows if "ms" in r), key=lambda r: r["ms"])
-        for row in good[:3]:
-            chosen = launch.Settings(**{name: row[name] for name in asdict(launch.Settings())})
+            else:
+                tried[candidate] = measure(kind, candidate, turns, report["copy_bytes_per_second"])
+        good = sorted((c for c in tried if "ms" in tried[c]), key=lambda c: tried[c]["ms"])
+        for chosen in good[:3]:
             for programs in (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32):
-                if programs != chosen.programs_per_sm and clock.left() > 60:
-                    measure(replace(chosen, programs_per_sm=programs))
-        good = sorted((r for r in rows if "ms" in r), key=lambda r: r["ms"])
-        report["search"] += sorted(rows, key=lambda r: r.get("ms", 1e9))
-        if good:
-            best[kind] = launch.Settings(**{name: good[0][name] for name in asdict(launch.Settings())})
-            print(f"search {kind}: {best[kind]}  {good[0]['ms']:.4f} ms, {good[0]['of_copy']:.1%} of copy", flush=True)
-        del turns
+                candidate = replace(chosen, programs_per_sm=programs)
+                if candidate not in tried and clock.left() > 60:
+                    tried[candidate] = measure(kind, candidate, turns, report["copy_bytes_per_second"])
+        rows = sorted(tried.values(), key=lambda row: row.get("ms", 1e9))
+        report["search"] += rows
+        if rows and "ms" in rows[0]:
+            best[kind] = launch.Settings(**{name: rows[0][name] for name in names})
+            print(f"search {kind}: {best[kind]}  {rows[0]['ms']:.4f} ms, {rows[0]['of_copy']:.1%} of copy", flush=True)
+        turns.clear()
         torch.cuda.empty_cache()
     return best
+
+
+def measure(kind: str, candidate: launch.Settings, turns: list[tuple], copy: float) -> dict:
+    row: dict = {"kind": kind, **asdict(candidate)}
+    try:
+        return row | rate(timed(attend(candidate), turns), turns, copy)
+    except Exception:
+        return row | {"traceback": traceback.format_exc()[-1500:]}
+
+
+def rate(time_row: dict, turns: list[tuple], copy: float) -> dict:
+    """A timing with the bytes of the cache it read, and their speed as a fraction of a copy's."""
+    read = size(turns[0][1]) + size(turns[0][2])
+    speed = read / (time_row["ms"] * 1e-3)
+    return time_row | {"bytes": read, "GB/s": speed * 1e-9, "of_copy": speed / copy}
 
 
 def sdpa(backend: SDPBackend, packed: bool) -> Callable[..., object]:
@@ -472,8 +515,16 @@ def sdpa(backend: SDPBackend, packed: bool) -> Callable[..., object]:
 
 
 def baselines() -> dict[str, Callable[..., object]]:
-    backends = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
-    return {f"sdpa {name}{' packed' if packed else ''}": sdpa(backend, packed) for name, backend in backends.items() for packed in (False, True)}
+    backends = {
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    return {
+        f"sdpa {name}{' packed' if packed else ''}": sdpa(backend, packed)
+        for name, backend in backends.items()
+        for packed in (False, True)
+    }
 
 
 def dequantize_first(q: Tensor, k: Codes, v: Codes) -> Tensor:
@@ -503,9 +554,8 @@ def benchmark(report: dict, clock: Clock, best: dict[str, launch.Settings], quic
                     turns = []
                     torch.cuda.empty_cache()
                     turns, loaded = rotating(kind, model, batch, context), kind
-                read = size(turns[0][1]) + size(turns[0][2])
-                row |= timed(call, turns, 1.0 if "dequantize" in name else 3.0)
-                row |= {"bytes": read, "GB/s": read / row["ms"] * 1e-6, "of_copy": read / row["ms"] * 1e3 / report["copy_bytes_per_second"]}
+                milliseconds = 1.0 if "dequantize" in name else 3.0
+                row |= rate(timed(call, turns, milliseconds), turns, report["copy_bytes_per_second"])
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
             report["benchmark"].append(row)
@@ -542,7 +592,10 @@ class Clock:
 
 
 def table(report: dict) -> str:
-    lines = [f"{'model':14} {'batch':>5} {'context':>7} {'best sdpa':>22} " + " ".join(f"{kind + ' ms (of copy, x sdpa)':>27}" for kind in KINDS)]
+    lines = [
+        f"{'model':14} {'batch':>5} {'context':>7} {'best sdpa':>22} "
+        + " ".join(f"{kind + ' ms (of copy, x sdpa)':>27}" for kind in KINDS)
+    ]
     points = dict.fromkeys((r["model"], r["batch"], r["context"]) for r in report["benchmark"])
     for point in points:
         rows = {r["name"]: r for r in report["benchmark"] if (r["model"], r["batch"], r["context"]) == point and "ms" in r}
@@ -550,7 +603,11 @@ def table(report: dict) -> str:
         cells = [f"{dense['name'][5:] + format(dense['ms'], ' 9.4f') if dense else 'none':>22}"]
         for kind in KINDS:
             r = rows.get(kind)
-            cells.append(f"{r['ms']:10.4f} ({r['of_copy']:5.1%}, {dense['ms'] / r['ms'] if dense else 0:5.2f}x)".rjust(27) if r else "-".rjust(27))
+            cells.append(
+                f"{r['ms']:10.4f} ({r['of_copy']:5.1%}, {dense['ms'] / r['ms'] if dense else 0:5.2f}x)".rjust(27)
+                if r
+                else "-".rjust(27)
+            )
         lines.append(f"{point[0]:14} {point[1]:5} {point[2]:7} " + " ".join(cells))
     return "\n".join(lines)
 
@@ -591,17 +648,20 @@ def main() -> int:
     report["cases"] = [r for r in rows if not r["name"].startswith("warm")]
     clock.skipped += [r["name"] for r in rows if r.get("skipped")]
     failed = [r for r in report["cases"] if not r.get("ok") and not r.get("skipped")]
-    print(f"{sum(bool(r.get('ok')) for r in report['cases'])} cases right, {len(failed)} wrong, after {options.budget - clock.left():.0f} s", flush=True)
+    print(
+        f"{sum(bool(r.get('ok')) for r in report['cases'])} cases right, {len(failed)} wrong, after {options.budget - clock.left():.0f} s",
+        flush=True,
+    )
     for row in failed:
         print(f"WRONG {row['name']}: {row['traceback'].strip().splitlines()[-1][:200]}", flush=True)
     save()
+    best: dict[str, launch.Settings] = {}
     steps: list[tuple[str, Callable[[], object]]] = [
         ("copy", lambda: report.update(copy_bytes_per_second=copy_bandwidth())),
         ("eager", lambda: eager_overhead(report)),
         ("search", lambda: best.update(search(report, clock, options.quick))),
         ("benchmark", lambda: benchmark(report, clock, best, options.quick)),
     ]
-    best: dict[str, launch.Settings] = {}
     for name, step in steps:
         try:
             step()
@@ -611,7 +671,9 @@ def main() -> int:
         save()
     report["best"] = {kind: asdict(settings) for kind, settings in best.items()}
     save()
-    print(f"{report['device']}, copy {report.get('copy_bytes_per_second', 0) / 1e9:.0f} GB/s, eager {report.get('eager_microseconds', 0):.0f} us a call")
+    print(
+        f"{report['device']}, copy {report.get('copy_bytes_per_second', 0) / 1e9:.0f} GB/s, eager {report.get('eager_microseconds', 0):.0f} us a call"
+    )
     print(table(report))
     if clock.skipped:
         print(f"skipped for lack of time: {len(clock.skipped)}, the first: {clock.skipped[0]}")

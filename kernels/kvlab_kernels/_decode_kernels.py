@@ -74,7 +74,9 @@ def unpack_asm(part, bits):
 
 
 @triton.jit
-def _field(words, PART: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr, CODES: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr):
+def _field(
+    words, PART: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr, CODES: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr
+):
     """The values of one part of a tile, exact in DOT: codes as (lifted) integers, dense elements as they are."""
     if not CODES:
         return words.to(DOT)
@@ -88,7 +90,9 @@ def _field(words, PART: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr, CO
 
 
 @triton.jit
-def _words(base, rows, n0, ok, CHUNK_AT: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _words(
+    base, rows, n0, ok, CHUNK_AT: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, TRANSPOSED: tl.constexpr
+):
     """One chunk of a tile: [BLOCK_N, WP], or [WP, BLOCK_N] if TRANSPOSED."""
     w = tl.arange(0, WP)
     # The start of the tile is 64-bit, the way inside it 32-bit: caches of more than 2**31 elements are real.
@@ -107,9 +111,26 @@ def _words(base, rows, n0, ok, CHUNK_AT: tl.constexpr, ROW: tl.constexpr, W: tl.
 
 
 @triton.jit
-def _fetch(n0, hi, rows, k_scale, k_zero, v_scale, v_zero, ks_row, vs_row, D: tl.constexpr,
-           K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_WORD: tl.constexpr, K_CHUNK: tl.constexpr, K_GROUP: tl.constexpr, KP: tl.constexpr,
-           V_KIND: tl.constexpr, V_GROUP: tl.constexpr):
+def _fetch(
+    n0,
+    hi,
+    rows,
+    k_scale,
+    k_zero,
+    v_scale,
+    v_zero,
+    ks_row,
+    vs_row,
+    D: tl.constexpr,
+    K_KIND: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_WORD: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    KP: tl.constexpr,
+    V_KIND: tl.constexpr,
+    V_GROUP: tl.constexpr,
+):
     """The scales and zeros of the tile at ``n0``, asked for one tile ahead of their use."""
     ks = ()
     kz = ()
@@ -137,7 +158,17 @@ def _fetch(n0, hi, rows, k_scale, k_zero, v_scale, v_zero, ks_row, vs_row, D: tl
 
 
 @triton.jit
-def _group_row(k_zero, row, row_stride, D: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr, CHUNK: tl.constexpr, KP: tl.constexpr, PAIRS: tl.constexpr):
+def _group_row(
+    k_zero,
+    row,
+    row_stride,
+    D: tl.constexpr,
+    BITS: tl.constexpr,
+    WORD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KP: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
     """The zeros of one group, a tensor a part. As pairs of float16, which are 32 bits and so come by asynchronous copies."""
     w = tl.arange(0, KP)
     inside = w < CHUNK // WORD
@@ -160,10 +191,35 @@ def _group_row(k_zero, row, row_stride, D: tl.constexpr, BITS: tl.constexpr, WOR
 
 
 @triton.jit
-def _scores(n0, rows, ok, k, k_scale, k_zero, k_table, ks_row, kt_row, q, q_sum, q_lift, ks, kz,
-            D: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, K_KIND: tl.constexpr, K_BITS: tl.constexpr,
-            K_WORD: tl.constexpr, K_CHUNK: tl.constexpr, K_GROUP: tl.constexpr, K_ROW: tl.constexpr, KP: tl.constexpr, K_DOT: tl.constexpr,
-            FAST: tl.constexpr, K_PAIRS: tl.constexpr):
+def _scores(
+    n0,
+    rows,
+    ok,
+    k,
+    k_scale,
+    k_zero,
+    k_table,
+    ks_row,
+    kt_row,
+    q,
+    q_sum,
+    q_lift,
+    ks,
+    kz,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    K_KIND: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_WORD: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    K_ROW: tl.constexpr,
+    KP: tl.constexpr,
+    K_DOT: tl.constexpr,
+    FAST: tl.constexpr,
+    K_PAIRS: tl.constexpr,
+):
     """``K @ q`` for one tile, [BLOCK_N, M] float32, scales and zeros included."""
     W: tl.constexpr = K_CHUNK // K_WORD
     FIELDS: tl.constexpr = 8 * K_WORD // K_BITS
@@ -214,16 +270,89 @@ def _scores(n0, rows, ok, k, k_scale, k_zero, k_table, ks_row, kt_row, q, q_sum,
 
 
 @triton.jit
-def _tile(n0, hi, rows, k, v, k_scale, k_zero, k_table, ks_row, kt_row, bias, bias_n, cap, q, q_sum, q_lift, unit, m, l, acc, z, u, e, ks, kz, vs, vz,
-          D: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
-          K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_WORD: tl.constexpr, K_CHUNK: tl.constexpr, K_GROUP: tl.constexpr, K_ROW: tl.constexpr,
-          KP: tl.constexpr, K_DOT: tl.constexpr, K_FAST: tl.constexpr, K_PAIRS: tl.constexpr,
-          V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_WORD: tl.constexpr, V_CHUNK: tl.constexpr, V_GROUP: tl.constexpr, V_ROW: tl.constexpr,
-          VP: tl.constexpr, V_DOT: tl.constexpr, V_FAST: tl.constexpr):
+def _tile(
+    n0,
+    hi,
+    rows,
+    k,
+    v,
+    k_scale,
+    k_zero,
+    k_table,
+    ks_row,
+    kt_row,
+    bias,
+    bias_n,
+    cap,
+    q,
+    q_sum,
+    q_lift,
+    unit,
+    m,
+    l,
+    acc,
+    z,
+    u,
+    e,
+    ks,
+    kz,
+    vs,
+    vz,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    K_KIND: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_WORD: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    K_ROW: tl.constexpr,
+    KP: tl.constexpr,
+    K_DOT: tl.constexpr,
+    K_FAST: tl.constexpr,
+    K_PAIRS: tl.constexpr,
+    V_KIND: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_WORD: tl.constexpr,
+    V_CHUNK: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    V_ROW: tl.constexpr,
+    VP: tl.constexpr,
+    V_DOT: tl.constexpr,
+    V_FAST: tl.constexpr,
+):
     """One step of the online softmax: the tile of keys and values that starts at token ``n0``."""
     ok = n0 + rows < hi
-    s = _scores(n0, rows, ok, k, k_scale, k_zero, k_table, ks_row, kt_row, q, q_sum, q_lift, ks, kz,
-                D, M, BLOCK_N, K_KIND, K_BITS, K_WORD, K_CHUNK, K_GROUP, K_ROW, KP, K_DOT, K_FAST, K_PAIRS)
+    s = _scores(
+        n0,
+        rows,
+        ok,
+        k,
+        k_scale,
+        k_zero,
+        k_table,
+        ks_row,
+        kt_row,
+        q,
+        q_sum,
+        q_lift,
+        ks,
+        kz,
+        D,
+        M,
+        BLOCK_N,
+        K_KIND,
+        K_BITS,
+        K_WORD,
+        K_CHUNK,
+        K_GROUP,
+        K_ROW,
+        KP,
+        K_DOT,
+        K_FAST,
+        K_PAIRS,
+    )
     s = s * unit[None, :]
     if SOFTCAP:
         t = tl.exp2(tl.abs(s) * (-2.0 * LOG2E / cap))
@@ -272,17 +401,63 @@ def _tile(n0, hi, rows, k, v, k_scale, k_zero, k_table, ks_row, kt_row, bias, bi
     new_acc = ()
     for part in tl.static_range(PARTS):
         c = _field(words[part // FIELDS], part, V_BITS, V_WORD, CODES, V_FAST, V_DOT)
-        new_acc = new_acc + (tl.dot(c, weights[part_channel(part, D, V_BITS, V_WORD, V_CHUNK) // V_GROUP], acc[part] * shrink[None, :], input_precision=PRECISION),)
+        new_acc = new_acc + (
+            tl.dot(
+                c,
+                weights[part_channel(part, D, V_BITS, V_WORD, V_CHUNK) // V_GROUP],
+                acc[part] * shrink[None, :],
+                input_precision=PRECISION,
+            ),
+        )
     return m_new, l, new_acc, z, u, e
 
 
 @triton.jit
-def _attend(lo, hi, k, v, k_scale, k_zero, k_table, v_scale, v_zero, ks_row, kt_row, vs_row, bias, bias_n, cap, scaling, q_base, q_d, live,
-            out, lse, D: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr,
-            K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_WORD: tl.constexpr, K_CHUNK: tl.constexpr, K_GROUP: tl.constexpr,
-            K_ROW: tl.constexpr, K_DOT: tl.constexpr, K_FAST: tl.constexpr, K_PAIRS: tl.constexpr,
-            V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_WORD: tl.constexpr, V_CHUNK: tl.constexpr, V_GROUP: tl.constexpr,
-            V_ROW: tl.constexpr, V_DOT: tl.constexpr, V_FAST: tl.constexpr):
+def _attend(
+    lo,
+    hi,
+    k,
+    v,
+    k_scale,
+    k_zero,
+    k_table,
+    v_scale,
+    v_zero,
+    ks_row,
+    kt_row,
+    vs_row,
+    bias,
+    bias_n,
+    cap,
+    scaling,
+    q_base,
+    q_d,
+    live,
+    out,
+    lse,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    K_KIND: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_WORD: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    K_ROW: tl.constexpr,
+    K_DOT: tl.constexpr,
+    K_FAST: tl.constexpr,
+    K_PAIRS: tl.constexpr,
+    V_KIND: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_WORD: tl.constexpr,
+    V_CHUNK: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    V_ROW: tl.constexpr,
+    V_DOT: tl.constexpr,
+    V_FAST: tl.constexpr,
+):
     """Attention over the tokens ``lo .. hi``, normalised, with its log2-sum-exp, written to ``out`` [M] rows and ``lse`` [M]."""
     KP: tl.constexpr = max(16, triton.next_power_of_2(K_CHUNK // K_WORD))
     VP: tl.constexpr = max(16, triton.next_power_of_2(V_CHUNK // V_WORD))
@@ -340,15 +515,99 @@ def _attend(lo, hi, k, v, k_scale, k_zero, k_table, v_scale, v_zero, ks_row, kt_
             u = u + (tl.zeros([16, M], tl.float32),)
     e = 0
 
-    ks, kz, vs, vz = _fetch(lo, hi, rows, k_scale, k_zero, v_scale, v_zero, ks_row, vs_row, D,
-                            K_KIND, K_BITS, K_WORD, K_CHUNK, K_GROUP, KP, V_KIND, V_GROUP)
+    ks, kz, vs, vz = _fetch(
+        lo,
+        hi,
+        rows,
+        k_scale,
+        k_zero,
+        v_scale,
+        v_zero,
+        ks_row,
+        vs_row,
+        D,
+        K_KIND,
+        K_BITS,
+        K_WORD,
+        K_CHUNK,
+        K_GROUP,
+        KP,
+        V_KIND,
+        V_GROUP,
+    )
     for n0 in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
-        ks1, kz1, vs1, vz1 = _fetch(n0 + BLOCK_N, hi, rows, k_scale, k_zero, v_scale, v_zero, ks_row, vs_row, D,
-                                    K_KIND, K_BITS, K_WORD, K_CHUNK, K_GROUP, KP, V_KIND, V_GROUP)
-        m, l, acc, z, u, e = _tile(n0, hi, rows, k, v, k_scale, k_zero, k_table, ks_row, kt_row, bias, bias_n, cap, q, q_sum, q_lift, unit,
-                                m, l, acc, z, u, e, ks, kz, vs, vz, D, M, BLOCK_N, SOFTCAP,
-                                K_KIND, K_BITS, K_WORD, K_CHUNK, K_GROUP, K_ROW, KP, K_DOT, K_FAST, K_PAIRS,
-                                V_KIND, V_BITS, V_WORD, V_CHUNK, V_GROUP, V_ROW, VP, V_DOT, V_FAST)
+        ks1, kz1, vs1, vz1 = _fetch(
+            n0 + BLOCK_N,
+            hi,
+            rows,
+            k_scale,
+            k_zero,
+            v_scale,
+            v_zero,
+            ks_row,
+            vs_row,
+            D,
+            K_KIND,
+            K_BITS,
+            K_WORD,
+            K_CHUNK,
+            K_GROUP,
+            KP,
+            V_KIND,
+            V_GROUP,
+        )
+        m, l, acc, z, u, e = _tile(
+            n0,
+            hi,
+            rows,
+            k,
+            v,
+            k_scale,
+            k_zero,
+            k_table,
+            ks_row,
+            kt_row,
+            bias,
+            bias_n,
+            cap,
+            q,
+            q_sum,
+            q_lift,
+            unit,
+            m,
+            l,
+            acc,
+            z,
+            u,
+            e,
+            ks,
+            kz,
+            vs,
+            vz,
+            D,
+            M,
+            BLOCK_N,
+            SOFTCAP,
+            K_KIND,
+            K_BITS,
+            K_WORD,
+            K_CHUNK,
+            K_GROUP,
+            K_ROW,
+            KP,
+            K_DOT,
+            K_FAST,
+            K_PAIRS,
+            V_KIND,
+            V_BITS,
+            V_WORD,
+            V_CHUNK,
+            V_GROUP,
+            V_ROW,
+            VP,
+            V_DOT,
+            V_FAST,
+        )
         ks, kz, vs, vz = ks1, kz1, vs1, vz1
 
     r = tl.where(l > 0, 1.0, 0.0) / tl.where(l > 0, l, 1.0)
@@ -371,18 +630,88 @@ def _attend(lo, hi, k, v, k_scale, k_zero, k_table, v_scale, v_zero, ks_row, kt_
 
 @triton.jit
 def decode_split(
-        q, k, k_scale, k_zero, k_table, v, v_scale, v_zero, tail_k, tail_v, bias, length, part_out, part_lse,
-        scaling, cap, n, tail_n, split_n, splits, parts, kv_heads, rows_m,
-        q_b, q_h, q_n, q_d, k_b, k_h, v_b, v_h, ks_b, ks_h, ks_row, kt_b, kt_h, kt_row, vs_b, vs_h, vs_row,
-        tk_b, tk_h, tv_b, tv_h, bias_b, bias_h, bias_q, bias_n, bias_tail,
-        D: tl.constexpr, Q: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-        SOFTCAP: tl.constexpr, TAIL: tl.constexpr,
-        K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_WORD: tl.constexpr, K_CHUNK: tl.constexpr, K_GROUP: tl.constexpr,
-        K_ROW: tl.constexpr, K_ALIGN: tl.constexpr, K_DOT: tl.constexpr, K_FAST: tl.constexpr, K_PAIRS: tl.constexpr,
-        V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_WORD: tl.constexpr, V_CHUNK: tl.constexpr, V_GROUP: tl.constexpr,
-        V_ROW: tl.constexpr, V_ALIGN: tl.constexpr, V_DOT: tl.constexpr, V_FAST: tl.constexpr,
-        TK_ROW: tl.constexpr, TK_ALIGN: tl.constexpr, TK_DOT: tl.constexpr,
-        TV_ROW: tl.constexpr, TV_ALIGN: tl.constexpr, TV_DOT: tl.constexpr):
+    q,
+    k,
+    k_scale,
+    k_zero,
+    k_table,
+    v,
+    v_scale,
+    v_zero,
+    tail_k,
+    tail_v,
+    bias,
+    length,
+    part_out,
+    part_lse,
+    scaling,
+    cap,
+    n,
+    tail_n,
+    split_n,
+    splits,
+    parts,
+    kv_heads,
+    rows_m,
+    q_b,
+    q_h,
+    q_n,
+    q_d,
+    k_b,
+    k_h,
+    v_b,
+    v_h,
+    ks_b,
+    ks_h,
+    ks_row,
+    kt_b,
+    kt_h,
+    kt_row,
+    vs_b,
+    vs_h,
+    vs_row,
+    tk_b,
+    tk_h,
+    tv_b,
+    tv_h,
+    bias_b,
+    bias_h,
+    bias_q,
+    bias_n,
+    bias_tail,
+    D: tl.constexpr,
+    Q: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TAIL: tl.constexpr,
+    K_KIND: tl.constexpr,
+    K_BITS: tl.constexpr,
+    K_WORD: tl.constexpr,
+    K_CHUNK: tl.constexpr,
+    K_GROUP: tl.constexpr,
+    K_ROW: tl.constexpr,
+    K_ALIGN: tl.constexpr,
+    K_DOT: tl.constexpr,
+    K_FAST: tl.constexpr,
+    K_PAIRS: tl.constexpr,
+    V_KIND: tl.constexpr,
+    V_BITS: tl.constexpr,
+    V_WORD: tl.constexpr,
+    V_CHUNK: tl.constexpr,
+    V_GROUP: tl.constexpr,
+    V_ROW: tl.constexpr,
+    V_ALIGN: tl.constexpr,
+    V_DOT: tl.constexpr,
+    V_FAST: tl.constexpr,
+    TK_ROW: tl.constexpr,
+    TK_ALIGN: tl.constexpr,
+    TK_DOT: tl.constexpr,
+    TV_ROW: tl.constexpr,
+    TV_ALIGN: tl.constexpr,
+    TV_DOT: tl.constexpr,
+):
     """Partial attention of one KV head over one split of its tokens; the last split of all is the dense tail.
 
     Strides of k, v and the tail come divided by their ALIGN (in elements), so that the compiler knows how far they are aligned.
@@ -417,19 +746,103 @@ def decode_split(
         if v_scale is not None:
             v_scale = v_scale + b * vs_b + h * vs_h
             v_zero = v_zero + b * vs_b + h * vs_h
-        _attend(lo, hi, k + (b * k_b + h * k_h) * K_ALIGN, v + (b * v_b + h * v_h) * V_ALIGN, k_scale, k_zero, k_table, v_scale, v_zero,
-                ks_row, kt_row, vs_row, bias, bias_n, cap, scaling, q_base, q_d, live, out, lse, D, M, BLOCK_N, STAGES, SOFTCAP,
-                K_KIND, K_BITS, K_WORD, K_CHUNK, K_GROUP, K_ROW, K_DOT, K_FAST, K_PAIRS,
-                V_KIND, V_BITS, V_WORD, V_CHUNK, V_GROUP, V_ROW, V_DOT, V_FAST)
+        _attend(
+            lo,
+            hi,
+            k + (b * k_b + h * k_h) * K_ALIGN,
+            v + (b * v_b + h * v_h) * V_ALIGN,
+            k_scale,
+            k_zero,
+            k_table,
+            v_scale,
+            v_zero,
+            ks_row,
+            kt_row,
+            vs_row,
+            bias,
+            bias_n,
+            cap,
+            scaling,
+            q_base,
+            q_d,
+            live,
+            out,
+            lse,
+            D,
+            M,
+            BLOCK_N,
+            STAGES,
+            SOFTCAP,
+            K_KIND,
+            K_BITS,
+            K_WORD,
+            K_CHUNK,
+            K_GROUP,
+            K_ROW,
+            K_DOT,
+            K_FAST,
+            K_PAIRS,
+            V_KIND,
+            V_BITS,
+            V_WORD,
+            V_CHUNK,
+            V_GROUP,
+            V_ROW,
+            V_DOT,
+            V_FAST,
+        )
     elif TAIL:
-        _attend(0, tail_n, tail_k + (b * tk_b + h * tk_h) * TK_ALIGN, tail_v + (b * tv_b + h * tv_h) * TV_ALIGN, None, None, None, None, None,
-                0, 0, 0, tail_bias, bias_n, cap, scaling, q_base, q_d, live, out, lse, D, M, BLOCK_N, 1, SOFTCAP,
-                "dense", 8, 1, D, D, TK_ROW, TK_DOT, False, False, "dense", 8, 1, D, D, TV_ROW, TV_DOT, False)
+        _attend(
+            0,
+            tail_n,
+            tail_k + (b * tk_b + h * tk_h) * TK_ALIGN,
+            tail_v + (b * tv_b + h * tv_h) * TV_ALIGN,
+            None,
+            None,
+            None,
+            None,
+            None,
+            0,
+            0,
+            0,
+            tail_bias,
+            bias_n,
+            cap,
+            scaling,
+            q_base,
+            q_d,
+            live,
+            out,
+            lse,
+            D,
+            M,
+            BLOCK_N,
+            1,
+            SOFTCAP,
+            "dense",
+            8,
+            1,
+            D,
+            D,
+            TK_ROW,
+            TK_DOT,
+            False,
+            False,
+            "dense",
+            8,
+            1,
+            D,
+            D,
+            TV_ROW,
+            TV_DOT,
+            False,
+        )
 
 
 @triton.jit
-def decode_merge(part_out, part_lse, sinks, out, lse, parts, heads, queries,
-                 D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr):
+def decode_merge(
+    part_out, part_lse, sinks, out, lse, parts, heads, queries, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr
+):
     """Join the partial results of one query by their log2-sum-exp; a sink joins the sum only."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -13,8 +13,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import decode, launch, quantize
 from .layout import Codes
@@ -23,6 +25,8 @@ from .reference import destination
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
+
+Pair = tuple[Tensor | Codes, Tensor | Codes]
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,15 @@ class Row:
 
     @property
     def wide(self) -> bool:
-        """Whether nine tenths of the bytes copied to shared memory, the cache itself, come by 16 bytes a thread."""
-        return 0 < 16 * self.async_16 >= 0.9 * (16 * self.async_16 + 8 * self.async_8 + 4 * self.async_4)
+        """Whether four fifths of the bytes copied to shared memory, the cache itself, come by 16 bytes a thread."""
+        return 0 < 16 * self.async_16 >= 0.8 * (16 * self.async_16 + 8 * self.async_8 + 4 * self.async_4)
 
 
 @dataclass(frozen=True)
 class Job:
     kernel: str
     variant: str
-    function: object
+    function: Any  # a triton.JITFunction
     args: tuple
     constants: dict
     options: dict
@@ -97,11 +101,13 @@ def compile_job(job: Job, arch: int) -> Row:
             signature[name] = "fp32"
     for name, value in job.constants.items():
         signature[name], constants[(names.index(name),)] = "constexpr", value
-    built = triton.compile(ASTSource(job.function, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=job.options)
+    built = triton.compile(
+        ASTSource(job.function, signature, constants, attrs), target=GPUTarget("cuda", arch, 32), options=job.options
+    )
     return _read(job, arch, built)
 
 
-def _read(job: Job, arch: int, built) -> Row:
+def _read(job: Job, arch: int, built: Any) -> Row:
     ptx = built.asm["ptx"]
     copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], (0x\w+|\d+)", ptx)
     widths = [int(w, 0) for w in copies]
@@ -116,8 +122,8 @@ def _read(job: Job, arch: int, built) -> Row:
 
 
 def _bytes(load: str) -> int:
-    vector = re.search(r"\.v(\d)", load)
-    return int(re.search(r"\.b(\d+)", load).group(1)) // 8 * int(vector.group(1) if vector else 1)
+    vector, bits = re.findall(r"(?:\.v(\d))?\.b(\d+)$", load)[0]
+    return int(bits) // 8 * int(vector or 1)
 
 
 def _tool(name: str, *options: str, cubin: bytes) -> str:
@@ -131,7 +137,7 @@ def _tool(name: str, *options: str, cubin: bytes) -> str:
 
 
 def _registers(cubin: bytes) -> int:
-    return int(re.search(r"REG:(\d+)", _tool("cuobjdump", "--dump-resource-usage", cubin=cubin)).group(1))
+    return int(re.findall(r"REG:(\d+)", _tool("cuobjdump", "--dump-resource-usage", cubin=cubin))[0])
 
 
 def _loop(code: str) -> int:
@@ -174,34 +180,40 @@ def decode_jobs(arch: int) -> Iterator[Job]:
     batch, kv_heads, n, tail = 8, 8, 32768, 128
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
-    def job(variant: str, dtype: torch.dtype, k, v, dim: int = 128, group: int = 4, queries: int = 1, hot: bool = True, **options):
+    def job(
+        variant: str, dtype: torch.dtype, kv: Pair, group: int = 4, queries: int = 1, hot: bool = True, **options: Any
+    ) -> Job:
+        dim = kv[0].shape[3] if isinstance(kv[0], Tensor) else kv[0].head_dim
         q = meta(batch, kv_heads * group, queries, dim, dtype=dtype)
         rest = meta(batch, kv_heads, tail, dim, dtype=dtype)
-        work = decode.plan(q, k, v, 0.1, residual_k=rest, residual_v=rest, device=pretend(arch), **options)
+        work = decode.plan(q, *kv, 0.1, residual_k=rest, residual_v=rest, device=pretend(arch), **options)
         return Job("decode_split", variant, kernels.decode_split, work.split_args, work.split_constants, work.options, hot)
 
-    def pair(bits: int, size: int = 64, dim: int = 128, axis: str = "channel", table: bool = False):
+    def dense(dtype: torch.dtype, dim: int = 128) -> Pair:
+        return meta(batch, kv_heads, n, dim, dtype=dtype), meta(batch, kv_heads, n, dim, dtype=dtype)
+
+    def ints(bits: int, size: int = 64, dim: int = 128, axis: str = "channel", table: bool = False) -> Pair:
         k_size = size if axis == "token" or size & (size - 1) == 0 else 64
         return codes(batch, kv_heads, n, dim, bits, axis, k_size, table), codes(batch, kv_heads, n, dim, bits, "token", size)
 
     for dtype in (bf16, fp16, fp32):
-        yield job(f"{_TYPES[dtype]} dense", dtype, *[meta(batch, kv_heads, n, 128, dtype=dtype)] * 2, hot=dtype != fp32)
+        yield job(f"{_TYPES[dtype]} dense", dtype, dense(dtype), hot=dtype != fp32)
     for dim in (64, 80, 96, 256):
-        yield job(f"bf16 dense d{dim}", bf16, *[meta(batch, kv_heads, n, dim, dtype=bf16)] * 2, dim)
+        yield job(f"bf16 dense d{dim}", bf16, dense(bf16, dim))
     for bits in (8, 4, 2):
         for size in (32, 64, 128):
-            yield job(f"int{bits} g{size}", bf16, *pair(bits, size))
-        yield job(f"int{bits} keys per token", bf16, *pair(bits, axis="token"))
-        yield job(f"int{bits} 16 columns", fp16, *pair(bits), group=16)
-        yield job(f"int{bits} 16 queries", bf16, *pair(bits), queries=16)
-        yield job(f"int{bits} bias softcap", bf16, *pair(bits), bias=meta(batch, 1, 1, n + tail, dtype=fp32), softcap=30.0)
-        yield job(f"int{bits} table", bf16, *pair(bits, table=True), hot=False)
-        yield job(f"int{bits} fp32", fp32, *pair(bits), hot=False)
+            yield job(f"int{bits} g{size}", bf16, ints(bits, size))
+        yield job(f"int{bits} keys per token", bf16, ints(bits, axis="token"))
+        yield job(f"int{bits} 16 columns", fp16, ints(bits), group=16)
+        yield job(f"int{bits} 16 queries", bf16, ints(bits), queries=16)
+        yield job(f"int{bits} bias softcap", bf16, ints(bits), bias=meta(batch, 1, 1, n + tail, dtype=fp32), softcap=30.0)
+        yield job(f"int{bits} table", bf16, ints(bits, table=True), hot=False)
+        yield job(f"int{bits} fp32", fp32, ints(bits), hot=False)
         for dim, size in ((64, 64), (80, 80), (96, 32), (256, 64)):
-            yield job(f"int{bits} d{dim} g{size}", bf16, *pair(bits, size, dim), dim, hot=dim in (64, 256))
-    yield job("int4 keys int8 values", bf16, pair(4)[0], pair(8)[1])
-    dense = meta(batch, kv_heads, n, 128, dtype=bf16)
-    work = decode.plan(meta(batch, 32, 1, 128, dtype=bf16), dense, dense, 0.1, sinks=meta(32, dtype=bf16), device=pretend(arch))
+            yield job(f"int{bits} d{dim} g{size}", bf16, ints(bits, size, dim), hot=dim == 64)
+    yield job("int4 keys int8 values", bf16, (ints(4)[0], ints(8)[1]))
+    q, sinks = meta(8, 32, 1, 128, dtype=bf16), meta(32, dtype=bf16)
+    work = decode.plan(q, *dense(bf16), 0.1, sinks=sinks, device=pretend(arch))
     yield Job("decode_merge", "bf16 sinks", kernels.decode_merge, work.merge_args, work.merge_constants, {"num_warps": 2}, False)
 
 

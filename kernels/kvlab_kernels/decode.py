@@ -86,10 +86,14 @@ def decode_attention(
     and summed in float32. Raises ValueError, naming what was given and what is allowed.
     """
     launch.require_triton()
-    device = launch.check_device(q, *_tensors(k), *_tensors(v), residual_k, residual_v, bias, sinks, length if isinstance(length, Tensor) else None)
+    device = launch.check_device(
+        q, *_tensors(k), *_tensors(v), residual_k, residual_v, bias, sinks, length if isinstance(length, Tensor) else None
+    )
     from . import _decode_kernels as kernels
 
-    work = plan(q, k, v, scaling, bias, softcap, sinks, length, residual_k, residual_v, splits, settings, device, launch.interpreting())
+    work = plan(
+        q, k, v, scaling, bias, softcap, sinks, length, residual_k, residual_v, splits, settings, device, launch.interpreting()
+    )
     if work.out.numel():
         kernels.decode_split[work.split_grid](*work.split_args, **work.split_constants, **work.options)
         kernels.decode_merge[work.merge_grid](*work.merge_args, **work.merge_constants, num_warps=2)
@@ -111,9 +115,24 @@ class Plan:
     merge_constants: dict[str, int]
 
 
-def plan(q, k, v, scaling, bias=None, softcap=None, sinks=None, length=None, residual_k=None, residual_v=None, splits=None, settings=None,
-         device=torch.device("cpu"), interpreted=False) -> Plan:  # fmt: skip
-    """Check the arguments of :func:`decode_attention` and lay out its launches."""
+def plan(
+    q: Tensor,
+    k: Tensor | Codes,
+    v: Tensor | Codes,
+    scaling: float,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    length: int | Tensor | None = None,
+    residual_k: Tensor | None = None,
+    residual_v: Tensor | None = None,
+    splits: int | None = None,
+    settings: launch.Settings | None = None,
+    device: torch.device | None = None,
+    interpreted: bool = False,
+) -> Plan:
+    """Check the arguments of :func:`decode_attention` and lay out its launches. ``device``: whose settings to take, by default q's."""
+    device = device or q.device
     batch, heads, queries, dim = _check_query(q)
     key, value = _side("k", k, q, interpreted), _side("v", v, q, interpreted)
     kv_heads, n = key.words.shape[1:3]
@@ -124,7 +143,7 @@ def plan(q, k, v, scaling, bias=None, softcap=None, sinks=None, length=None, res
         raise ValueError("residual_k and residual_v must be given together")
     tail_k = tail_v = None
     tail_n = 0
-    if residual_k is not None:
+    if residual_k is not None and residual_v is not None:
         tail_k, tail_v = _side("residual_k", residual_k, q, interpreted), _side("residual_v", residual_v, q, interpreted)
         _check_pair("residual_k", tail_k, "residual_v", tail_v)
         if tail_k.codes is not None or tail_v.codes is not None:
@@ -195,7 +214,9 @@ def constants(key: Side, value: Side, tail_k: Side | None, tail_v: Side | None, 
     from triton import language as tl
 
     dtypes = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-    found: dict[str, object] = dict(D=dim, Q=queries, M=columns, BLOCK_N=block_n, STAGES=stages, SOFTCAP=softcap, TAIL=tail_k is not None)
+    found: dict[str, object] = dict(
+        D=dim, Q=queries, M=columns, BLOCK_N=block_n, STAGES=stages, SOFTCAP=softcap, TAIL=tail_k is not None
+    )
     for name, side in (("K", key), ("V", value)):
         found |= {
             f"{name}_KIND": side.kind, f"{name}_BITS": side.bits, f"{name}_WORD": side.word, f"{name}_CHUNK": side.chunk,
@@ -238,7 +259,9 @@ def _check_query(q: Tensor) -> tuple[int, int, int, int]:
 
 def _check_pair(a: str, x: Side, b: str, y: Side) -> None:
     if x.words.shape[:3] != y.words.shape[:3]:
-        raise ValueError(f"{a} and {b} must agree in batch, heads and tokens, got {list(x.words.shape[:3])} and {list(y.words.shape[:3])}")
+        raise ValueError(
+            f"{a} and {b} must agree in batch, heads and tokens, got {list(x.words.shape[:3])} and {list(y.words.shape[:3])}"
+        )
 
 
 def _check_bias(bias: Tensor | None, batch: int, kv_heads: int, queries: int, tokens: int) -> Tensor | None:
@@ -311,7 +334,9 @@ def _check_codes(name: str, x: Codes, batch: int, dim: int) -> None:
     if x.axis not in ("channel", "token"):
         raise ValueError(f"{name} has axis={x.axis!r}, must be 'channel' or 'token'")
     if x.codes.ndim != 4 or x.codes.dtype != torch.uint8 or x.codes.shape[0] != batch or x.codes.shape[3] * 8 != dim * x.bits:
-        raise ValueError(f"{name}.codes is {x.codes.dtype} {list(x.codes.shape)}, must be uint8 [{batch}, Hk, N, {dim * x.bits / 8:g}]")
+        raise ValueError(
+            f"{name}.codes is {x.codes.dtype} {list(x.codes.shape)}, must be uint8 [{batch}, Hk, N, {dim * x.bits / 8:g}]"
+        )
     if x.codes.stride(3) != 1 and x.codes.shape[3] > 1:
         raise ValueError(f"{name}.codes has stride {x.codes.stride(3)} in its last dim, must be 1")
     if x.group_size < 1 or (x.axis == "token" and dim % x.group_size):

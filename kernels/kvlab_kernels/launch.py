@@ -86,7 +86,9 @@ def check_device(*tensors: torch.Tensor | None) -> torch.device:
         raise ValueError(f"all tensors must be on one device, got {sorted(map(str, devices))}")
     device = devices.pop()
     if device.type != "cuda" and not interpreting():
-        raise ValueError(f"tensors are on {device}: Triton kernels need a GPU, or TRITON_INTERPRET=1 set before triton is imported")
+        raise ValueError(
+            f"tensors are on {device}: Triton kernels need a GPU, or TRITON_INTERPRET=1 set before triton is imported"
+        )
     return device
 
 
@@ -102,7 +104,9 @@ def capability(device: torch.device) -> tuple[int, int]:
     return found.major, found.multi_processor_count
 
 
-def settings(device: torch.device, bits: int, head_dim: int, columns: int, extras: bool = False, lookup: bool = False) -> Settings:
+def settings(
+    device: torch.device, bits: int, head_dim: int, columns: int, extras: bool = False, lookup: bool = False
+) -> Settings:
     """Settings for a cache of ``bits`` (as in ``TABLE``) and queries padded to ``columns``.
 
     What needs more registers gets more warps or a smaller tile: long rows, many columns, ``extras`` (a bias or a soft-cap),
@@ -110,8 +114,10 @@ def settings(device: torch.device, bits: int, head_dim: int, columns: int, extra
     """
     major, _ = capability(device)
     found = TABLE[min(max(major, 8), 10)][bits]
-    wanted = 4 if columns > 8 or lookup or head_dim > 128 else 2 if extras else 1
-    block_n = min(found.block_n, 8192 // head_dim, 32 if lookup else found.block_n)
+    wanted = 4 if columns > 8 or lookup else 2 if extras or head_dim != 128 else 1
+    block_n = min(found.block_n, 8192 // head_dim)
+    if lookup or (bits < 16 and head_dim > 128):
+        block_n //= 2
     return replace(found, num_warps=max(found.num_warps, wanted), block_n=max(16, 1 << block_n.bit_length() - 1))
 
 
@@ -139,7 +145,9 @@ def tuned(key: Hashable) -> Settings | None:
     return _TUNED.get(str(key))
 
 
-def tune(key: Hashable, run: Callable[[Settings], object], candidates: Iterable[Settings], path: str | os.PathLike | None = None) -> Settings:
+def tune(
+    key: Hashable, run: Callable[[Settings], object], candidates: Iterable[Settings], path: str | os.PathLike | None = None
+) -> Settings:
     """The fastest of ``candidates``; measured once for each ``key`` and, with ``path``, remembered in a JSON file there.
 
     ``run(settings)`` must launch the kernel. A candidate that does not compile or launch is skipped; RuntimeError if none does.

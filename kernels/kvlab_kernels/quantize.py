@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,9 @@ from .reference import destination
 MAX_GROUP = 1024  # tokens of a channel group, which one program holds
 
 
-def quantize(x: Tensor, bits: int, axis: str, group_size: int, scale_dtype: torch.dtype = torch.float16, out: Codes | None = None) -> Codes:
+def quantize(
+    x: Tensor, bits: int, axis: str, group_size: int, scale_dtype: torch.dtype = torch.float16, out: Codes | None = None
+) -> Codes:
     """``x`` ``[B, H, N, D]`` (any strides) -> :class:`~kvlab_kernels.layout.Codes`, by one kernel.
 
     Arguments, rounding and errors are those of :func:`~kvlab_kernels.reference.quantize_torch`, and so are the results, bit for bit.
@@ -29,7 +32,7 @@ def quantize(x: Tensor, bits: int, axis: str, group_size: int, scale_dtype: torc
     return out
 
 
-def plan(x: Tensor, out: Codes) -> tuple[object, tuple[int, ...], tuple, dict[str, object], dict[str, int]]:
+def plan(x: Tensor, out: Codes) -> tuple[Any, tuple[int, ...], tuple, dict[str, Any], dict[str, int]]:
     """The launch: kernel, grid, arguments, compile-time constants and options."""
     from . import _quantize_kernels as kernels
 
@@ -38,7 +41,7 @@ def plan(x: Tensor, out: Codes) -> tuple[object, tuple[int, ...], tuple, dict[st
         if t.stride(3) != 1 and t.shape[3] > 1:
             raise ValueError(f"out.{name} has stride {t.stride(3)} in its last dim, must be 1")
     size, plane = out.group_size, d * out.bits // 8
-    constants = dict(BITS=out.bits, SIZE=size, PLANE=plane, LARGEST=torch.finfo(out.scale.dtype).max)
+    constants: dict[str, Any] = dict(BITS=out.bits, SIZE=size, PLANE=plane, LARGEST=torch.finfo(out.scale.dtype).max)
     strides = (*x.stride(), *out.codes.stride()[:3], *out.scale.stride()[:3], *out.zero.stride()[:3])
     if out.axis == "channel":
         if size > MAX_GROUP:
@@ -52,7 +55,13 @@ def plan(x: Tensor, out: Codes) -> tuple[object, tuple[int, ...], tuple, dict[st
     columns = _power_of_2(chunk)
     rows = max(1, min(64, 2048 // max(columns, _power_of_2(plane))))
     constants |= dict(CHUNK=chunk, ROWS=rows, COLUMNS=columns)
-    return kernels.quantize_token, (b * h, -(-n // rows)), (x, out.codes, out.scale, out.zero, h, n, *strides), constants, {"num_warps": 4}
+    return (
+        kernels.quantize_token,
+        (b * h, -(-n // rows)),
+        (x, out.codes, out.scale, out.zero, h, n, *strides),
+        constants,
+        {"num_warps": 4},
+    )
 
 
 def _power_of_2(n: int) -> int:

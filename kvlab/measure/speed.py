@@ -95,9 +95,10 @@ class Speed:
     @property
     def where(self) -> str:
         """Model, device and date in a few words."""
-        threads = f", {self.machine['threads']} threads" if self.device == "cpu" else ""
-        chip = self.machine["processor"] if self.device == "cpu" else self.machine["gpu"]
-        return f"{self.model} in {self.dtype} on {self.device} ({chip}{threads}), {self.date}"
+        threads = self.machine["threads"]
+        processor = f"{self.machine['processor']}, {threads} thread{'s' if threads > 1 else ''}"
+        chip = processor if self.device == "cpu" else self.machine["gpu"]
+        return f"{self.model} in {self.dtype} on {self.device} ({chip}), {self.date}"
 
 
 def crossing(rows: Sequence[Row], times: float) -> float | None:

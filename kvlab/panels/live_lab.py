@@ -108,7 +108,9 @@ class LiveLab(widgets.VBox):
         self.stage = widgets.HTML()
         self.error = widgets.HTML()
         self.controls = StrategyControls(self._start, self._changed)
-        self.pin = widgets.ToggleButton(description="pin as A", tooltip="hold this run as A, and compare the next ones with it")
+        self.pin = widgets.ToggleButton(
+            description="pin as A", tooltip="hold this run as A, and compare the next ones with it", disabled=True
+        )
         self.code = widgets.ToggleButton(description="code", tooltip="this strategy as Python that runs")
         self.reset = widgets.Button(description="reset", tooltip="everything as it was at the start")
         self.code_text = widgets.Textarea(layout={"width": "auto", "height": "190px", "display": "none"})
@@ -285,6 +287,7 @@ class LiveLab(widgets.VBox):
                 self.quality.show(None)
                 self.quality.mark("fresh")
             if stage.found is None:
+                self.shown.pop("needle", None)
                 self.says.show_needle(None)
 
     def _predicted(self, number: int, strategy: Strategy, made: Prediction) -> None:
@@ -301,6 +304,7 @@ class LiveLab(widgets.VBox):
         self.table.show(full, self.shown["row"], self.pinned.get("row"))
         self.table.mark("fresh")
         self._whole = dict(self.shown)
+        self.pin.disabled = False
 
     def _ended(self, error: BaseException | None) -> None:
         """The run is over: well, cancelled, or with an error."""
@@ -391,16 +395,14 @@ class LiveLab(widgets.VBox):
             card.show_scale(made)
 
     def _pin(self) -> None:
-        if self.pin.value and not self._whole:
-            self.pin.value = False
-            return
         self.pinned = pinned = dict(self._whole) if self.pin.value else {}
         self.pin.description = "unpin A" if self.pin.value else "pin as A"
-        if self.runner.busy or not self._whole:
+        if self.runner.busy or any(card.state != "fresh" for card in self.cards):
             return  # what arrives will be drawn beside A
         shown = self._whole
         self.memory.show(shown["prediction"], shown["ran"], pinned.get("prediction"))
         self.says.show(shown["prompt"], shown["ran"], pinned.get("ran"))
+        self.says.show_needle(shown.get("needle"))
         self.quality.show(shown.get("scores"), pinned.get("scores"))
         self.table.show(shown["full"], shown["row"], pinned.get("row"))
 

@@ -10,6 +10,7 @@ import html
 import os
 import time
 import traceback
+from typing import Any
 
 import ipywidgets as widgets
 
@@ -44,6 +45,7 @@ class CacheOrNot(Pictured):
         self.measured: Speed | None = None
         self.recorded: Speed | None = None
         self._asked = False  # run was pressed, and something has arrived
+        self._running = False  # a run that was asked for is under way
         self._last_progress = 0.0
         self.runner = Runner(self._ended)
         self._make()
@@ -57,6 +59,8 @@ class CacheOrNot(Pictured):
         super().__init__([choices, bar, self.error, self.figure, self.summary])
         self.run.on_click(lambda _: self._run())
         self.cancel.on_click(lambda _: self.runner.cancel())
+        for choice in (self.context, self.new_tokens):
+            choice.observe(self._changed, "value")
         try:
             self.recorded = speed.read()
         except FileNotFoundError:
@@ -83,6 +87,12 @@ class CacheOrNot(Pictured):
         """Until the run has ended -> True; False after `timeout` seconds."""
         return self.runner.wait(timeout)
 
+    def _changed(self, _: Any) -> None:
+        """A run under way begins again: from a busy kernel, a slider's value may arrive after the press of the button."""
+        with self.runner.lock:
+            if self._running:
+                self._run()
+
     def _run(self) -> None:
         lengths = [self.context.value]
         while lengths[-1] // STEP >= SMALL[0]:
@@ -91,6 +101,7 @@ class CacheOrNot(Pictured):
 
     def _submit(self, lengths: list[int], new_tokens: int, runs: int, *, asked: bool) -> None:
         with self.runner.lock:
+            self._running = asked
             self.error.value = ""
             self.cancel.disabled = False
             self.stage.value = "waiting its turn"
@@ -121,6 +132,7 @@ class CacheOrNot(Pictured):
         self._draw()
 
     def _ended(self, error: BaseException | None) -> None:
+        self._running = False
         self.cancel.disabled = True
         self.progress.value = 0.0 if error else 1.0
         self.stage.value = "done" if error is None else "cancelled" if isinstance(error, Cancelled) else ""

@@ -133,8 +133,8 @@ def first_difference(one: str, other: str) -> int | None:
     at = next((i for i, (a, b) in enumerate(itertools.zip_longest(one, other)) if a != b), None)
     if at is None:
         return None
-    same = one[:at]
-    return len(same.rstrip()) if same != same.rstrip() else len(same) - len(same.split()[-1] if same.split() else "")
+    between = all(at in (0, len(text)) or text[at].isspace() or text[at - 1].isspace() for text in (one, other))
+    return at if between or not one[:at].split() else at - len(one[:at].split()[-1])
 
 
 def continuations(prompt: str, full: str, runs: Sequence[tuple[str, str, str]]) -> str:

@@ -69,14 +69,13 @@ def speedup(series: Mapping[str, Sequence["Row"]], *, title: str = "How many tim
 
     For the first series also the ratio for a whole answer of `ANSWER` tokens, prefill included, predicted from the same times.
     """
-    fig = _logarithmic(title, "times faster")
+    fig = _logarithmic(title, "times faster (ratio of times per token)")
     low, high = CLAIMED
     fig.add_hrect(y0=low, y1=high, fillcolor=style.ACTIVATIONS, opacity=0.18, line_width=0, layer="below")
     fig.add_annotation(
         text=f"the famous claim: {low:.0f} to {high:.0f} times", x=0, xref="paper", xanchor="left", xshift=8,
         y=math.log10(high), yanchor="top", showarrow=False, font={"size": 12},
     )  # fmt: skip
-    fig.update_yaxes(ticksuffix="×")
     return update_speedup(fig, series)
 
 
@@ -182,7 +181,7 @@ def first_runs_summary(times: Sequence[float], later: float, cold: bool) -> str:
 def _logarithmic(title: str, y: str) -> go.Figure:
     fig = style.layout(go.Figure(), title, "tokens of context", y, height=400)
     fig.update_xaxes(type="log")
-    fig.update_yaxes(type="log", rangemode="normal", tickformat=",~r", minor={"ticks": "outside", "showgrid": False})
+    fig.update_yaxes(type="log", rangemode="normal", tickformat=",~r")
     return fig
 
 

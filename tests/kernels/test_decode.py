@@ -78,7 +78,11 @@ def cases(draw):
 def test_any_shape(case):
     dtype, n, dim, tail = case["dtype"], case["n"], case["dim"], case["tail"]
     q = query(1, case["heads"], case["queries"], dim, dtype=dtype)
-    bias = torch.randn(1, 1, case["queries"], n + tail).masked_fill(torch.rand(n + tail) < 0.4, -torch.inf) if case["masked"] else None
+    bias = (
+        torch.randn(1, 1, case["queries"], n + tail).masked_fill(torch.rand(n + tail) < 0.4, -torch.inf)
+        if case["masked"]
+        else None
+    )
     rest = [query(1, 1, tail, dim, dtype=dtype) for _ in range(2)] if tail else [None, None]
     run(q, side(n, dim, dtype, case["k"]), side(n, dim, dtype, case["v"]), bias=bias, splits=case["splits"],
         residual_k=rest[0], residual_v=rest[1], settings=launch.Settings(block_n=64))  # fmt: skip
@@ -131,7 +135,9 @@ def test_rows_that_see_nothing(dtype, poison):
     bias[0] = -torch.inf  # all of row 0
     bias[1, :, 1] = -torch.inf  # one query of row 1
     out, lse = run(q, *small(dtype), bias=bias, splits=3, settings=SMALL)
-    assert not out[0].any() and (lse[0] == -torch.inf).all() and (lse[1, :, 1] == -torch.inf).all() and lse[1, :, 0].isfinite().all()
+    assert (
+        not out[0].any() and (lse[0] == -torch.inf).all() and (lse[1, :, 1] == -torch.inf).all() and lse[1, :, 0].isfinite().all()
+    )
     out, lse = run(q, *small(dtype), bias=bias, sinks=torch.ones(4), splits=3, settings=SMALL)
     assert not out[0].any() and torch.allclose(lse[0], torch.ones(()))
 
@@ -166,7 +172,12 @@ def test_views_of_a_larger_cache(dtype):
     run(q, *small(dtype, n=37, capacity=64), splits=2, settings=SMALL)
     dense = torch.full((2, 64, 2, 32), torch.nan, dtype=dtype)  # [B, N, H, D], read as [B, H, N, D]
     dense[:, :37] = query(2, 37, 2, 32, dtype=dtype)
-    run(q.transpose(1, 2).contiguous().transpose(1, 2), dense.transpose(1, 2)[:, :, :37], dense.transpose(1, 2)[:, :, :37], settings=SMALL)
+    run(
+        q.transpose(1, 2).contiguous().transpose(1, 2),
+        dense.transpose(1, 2)[:, :, :37],
+        dense.transpose(1, 2)[:, :, :37],
+        settings=SMALL,
+    )
 
 
 def test_odd_offsets_and_float32_scales():
@@ -206,7 +217,12 @@ def test_parts_merge_by_lse():
 
 
 def test_many_queries_and_heads():
-    run(query(1, 6, 16, 32, dtype=torch.float16), side(40, 32, torch.float16, CODES[0]), side(40, 32, torch.float16, CODES[1]), settings=SMALL)
+    run(
+        query(1, 6, 16, 32, dtype=torch.float16),
+        side(40, 32, torch.float16, CODES[0]),
+        side(40, 32, torch.float16, CODES[1]),
+        settings=SMALL,
+    )
 
 
 @pytest.mark.parametrize(

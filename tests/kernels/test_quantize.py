@@ -55,7 +55,11 @@ def test_error_is_half_a_step(run, axis, bits):
 def inputs(draw):
     axis = draw(st.sampled_from(["channel", "token"]))
     dim = draw(st.sampled_from([16, 40, 64, 80, 96, 128]))
-    size = draw(st.sampled_from([1, 5, 16, 32, 48]) if axis == "channel" else st.sampled_from([s for s in (8, 16, 20, 32, 40, 64) if dim % s == 0]))
+    size = draw(
+        st.sampled_from([1, 5, 16, 32, 48])
+        if axis == "channel"
+        else st.sampled_from([s for s in (8, 16, 20, 32, 40, 64) if dim % s == 0])
+    )
     tokens = draw(st.integers(1, 3)) * size if axis == "channel" else draw(st.integers(1, 40))
     return dict(axis=axis, dim=dim, size=size, tokens=tokens, bits=draw(st.sampled_from([8, 4, 2])),
                 dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16])),
@@ -88,7 +92,11 @@ def test_torch_in_pieces(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(reference, "PIECE", 1)
             pieces = quantize_torch(x, 4, axis, 16)
-        assert torch.equal(whole.codes, pieces.codes) and torch.equal(whole.scale, pieces.scale) and torch.equal(whole.zero, pieces.zero)
+        assert (
+            torch.equal(whole.codes, pieces.codes)
+            and torch.equal(whole.scale, pieces.scale)
+            and torch.equal(whole.zero, pieces.zero)
+        )
 
 
 @BOTH
@@ -109,7 +117,10 @@ def test_saturates(run):
         ((torch.zeros(1, 1, 6, 6), 2, "token", 3), "head dim 6 cannot be packed at 2 bits"),
         ((torch.zeros(1, 6, 8), 4, "token", 8), "x is torch.float32"),
         ((torch.zeros(1, 1, 6, 8), 4, "token", 8, torch.bfloat16), "scale_dtype=torch.bfloat16"),
-        ((torch.zeros(1, 1, 6, 8), 4, "token", 8, torch.float16, quantize_torch(torch.zeros(1, 1, 5, 8), 4, "token", 8)), "out has"),
+        (
+            (torch.zeros(1, 1, 6, 8), 4, "token", 8, torch.float16, quantize_torch(torch.zeros(1, 1, 5, 8), 4, "token", 8)),
+            "out has",
+        ),
     ],
 )
 def test_refuses(run, arguments, message):

@@ -229,6 +229,16 @@ def test_the_bench_compares_equals():
         bench_attention(steps=0)
 
 
+def test_whole_model_steps(llama):
+    from kvlab.measure.bench import bench_model
+
+    rows = bench_model(llama, [Strategy(), Strategy(store=store.Int(bits=8, group_size=8))], tokens=64, batch=2, steps=2)
+    assert [row["name"] for row in rows] == ["DynamicCache", "full cache", "Int(group_size=8)"]
+    assert rows[0]["bytes"] == 2 * 3 * 2 * 2 * 64 * 16 * 4 <= rows[1]["bytes"]
+    assert rows[2]["bytes"] < rows[1]["bytes"] / 2
+    assert all(row["step"] > 0 for row in rows)
+
+
 @pytest.mark.model
 def test_the_real_model_by_the_reference_protocol():
     """SmolLM2, shortened: int8 is the full cache but for noise, a window without sinks is not; the pass key is found, or lost."""

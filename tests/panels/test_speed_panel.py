@@ -46,6 +46,15 @@ def test_after_run_only_what_was_measured_here_is_shown(panel):
     assert panel.figure is figure
 
 
+def test_a_value_that_arrives_after_the_press_counts(panel):
+    panel.run.click()
+    panel.context.value = 64
+    assert panel.wait(60)
+    assert [row.context for row in panel.measured.rows] == [16, 64]
+    panel.context.value = 128
+    assert not panel.runner.busy  # a slider alone measures nothing
+
+
 def test_cancel_keeps_what_is_there(panel):
     panel.run.click()
     panel.cancel.click()
