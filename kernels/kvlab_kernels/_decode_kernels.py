@@ -17,7 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INTERPRET = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # float32 products as three TF32 ones: float32 accuracy (2**-21) on tensor cores, and a fraction of the registers of plain float32.
@@ -39,9 +38,10 @@ def part_channel(part, head_dim, bits, word, chunk):
 
 @triton.constexpr_function
 def lifted(part, bits, word, half):
-    """Whether a part's codes stay as they are unpacked, ``1024 + c * 2**low``, and the 1024 is taken off the sum.
+    """Whether a part of the keys is multiplied as it is unpacked, ``1024 + c * 2**low``, and the 1024 is taken off the score.
 
-    Only in float16, and only where 1024 is at most four times the range of the codes: more would cost precision.
+    Only in float16, and only where 1024 is at most four times the range of the codes: more would cost precision. Not for values: over
+    thousands of tokens the 1024 would drown in the rounding of the sum what the codes have to say.
     """
     return half and word == 2 and 1024 >> part % (16 // bits) * bits % 8 <= 4 << bits
 
@@ -53,8 +53,11 @@ def gain(part, bits, word, half):
 
 
 @triton.constexpr_function
-def unpack_asm(part, bits):
-    """PTX: two 16-bit words -> two float16 codes. ``0x6400 | c`` is 1024 + c (c < 1024), so no integer conversion is needed."""
+def unpack_asm(part, bits, lift, middle):
+    """PTX: two 16-bit words -> two float16 codes, less ``middle``.
+
+    ``0x6400 | c`` is 1024 + c in float16 (c < 1024), so no integer is converted; one multiply-add takes the 1024 off again.
+    """
     shift = part % (16 // bits) * bits
     low = shift % 8
     mask = ((1 << bits) - 1) << low
@@ -63,30 +66,40 @@ def unpack_asm(part, bits):
         body = "prmt.b32 t, $1, 0x64646464, 0x4341;"
     elif shift >= 8:
         body = "shr.b32 t, $1, 8; " + body.replace("$1", "t")
-    scale, offset = (15 - low) << 10, 0x8000 | (25 - low) << 10  # 2**-low and -2**(10 - low)
-    if lifted(part, bits, 2, True):
+    scale = ((15 - low) << 10) * 0x10001  # 2**-low, twice in float16
+    offset = (0x8000 | (25 - low) << 10 | middle << low) * 0x10001  # -(2**(10 - low) + middle)
+    if lifted(part, bits, 2, lift):
         body += " mov.b32 $0, t;"
     elif low == 0:
-        body += " mov.b32 u, 0xE400E400; add.rn.f16x2 $0, t, u;"
+        body += f" mov.b32 u, {offset:#x}; add.rn.f16x2 $0, t, u;"
     else:
-        body += f" mov.b32 u, {scale << 16 | scale:#x}; mov.b32 w, {offset << 16 | offset:#x}; fma.rn.f16x2 $0, t, u, w;"
+        body += f" mov.b32 u, {scale:#x}; mov.b32 w, {offset:#x}; fma.rn.f16x2 $0, t, u, w;"
     return "{ .reg .b32 t, u, w; " + body + " }"
 
 
 @triton.jit
 def _field(
-    words, PART: tl.constexpr, BITS: tl.constexpr, WORD: tl.constexpr, CODES: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr
+    words,
+    PART: tl.constexpr,
+    BITS: tl.constexpr,
+    WORD: tl.constexpr,
+    CODES: tl.constexpr,
+    FAST: tl.constexpr,
+    DOT: tl.constexpr,
+    LIFT: tl.constexpr,
+    MIDDLE: tl.constexpr,
 ):
-    """The values of one part of a tile, exact in DOT: codes as (lifted) integers, dense elements as they are."""
+    """The values of one part of a tile, exact in DOT: codes as integers (lifted, or less MIDDLE), dense elements as they are."""
     if not CODES:
         return words.to(DOT)
     elif FAST:
-        return tl.inline_asm_elementwise(unpack_asm(PART, BITS), "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
+        asm: tl.constexpr = unpack_asm(PART, BITS, LIFT, MIDDLE)
+        return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
     else:
         c = ((words.to(tl.int32) >> PART % (8 * WORD // BITS) * BITS) & (2**BITS - 1)).to(tl.float32)
-        if lifted(PART, BITS, WORD, DOT == tl.float16):
-            c = c * gain(PART, BITS, WORD, True) + 1024.0
-        return c.to(DOT)
+        if lifted(PART, BITS, WORD, LIFT):
+            c = c * gain(PART, BITS, WORD, LIFT) + 1024.0
+        return (c - MIDDLE).to(DOT)
 
 
 @triton.jit
@@ -225,6 +238,7 @@ def _scores(
     FIELDS: tl.constexpr = 8 * K_WORD // K_BITS
     PARTS: tl.constexpr = part_count(D, K_BITS, K_WORD, K_CHUNK)
     CODES: tl.constexpr = K_KIND != "dense"
+    LIFT: tl.constexpr = K_DOT == tl.float16
     words = ()
     for c in tl.static_range(PARTS // FIELDS):
         words = words + (_words(k, rows, n0, ok, c * W, K_ROW, W, KP, False),)
@@ -234,10 +248,10 @@ def _scores(
         zeros = _group_row(k_zero, n0 // K_GROUP, ks_row, D, K_BITS, K_WORD, K_CHUNK, KP, K_PAIRS)
         z = tl.zeros([16, M], tl.float32)
         for part in tl.static_range(PARTS):
-            c = _field(words[part // FIELDS], part, K_BITS, K_WORD, CODES, FAST, K_DOT)
+            c = _field(words[part // FIELDS], part, K_BITS, K_WORD, CODES, FAST, K_DOT, LIFT, 0)
             scaled = q[part] * ks[part].to(K_DOT)[:, None]
-            if lifted(part, K_BITS, K_WORD, K_DOT == tl.float16):
-                scaled *= 1.0 / gain(part, K_BITS, K_WORD, True)
+            if lifted(part, K_BITS, K_WORD, LIFT):
+                scaled *= 1.0 / gain(part, K_BITS, K_WORD, LIFT)
                 z = tl.dot(tl.full([16, KP], -1024.0, K_DOT), scaled, z)
             s = tl.dot(c, scaled, s, input_precision=PRECISION)
             z = tl.dot(tl.broadcast_to(zeros[part].to(K_DOT)[None, :], [16, KP]), q[part], z, input_precision=PRECISION)
@@ -254,18 +268,18 @@ def _scores(
             at = row.to(tl.int64)[:, None] * ks_row + part_channel(part, D, K_BITS, K_WORD, K_CHUNK) + (w * K_WORD)[None, :]
             scale = tl.load(k_scale + at, mask=good, other=0.0).to(tl.float32)
             zero = tl.load(k_zero + at, mask=good, other=0.0).to(tl.float32)
-            c = _field(words[part // FIELDS], part, K_BITS, K_WORD, CODES, False, tl.float32)
+            c = _field(words[part // FIELDS], part, K_BITS, K_WORD, CODES, False, tl.float32, False, 0)
             s = tl.dot((c * scale + zero).to(K_DOT), q[part], s, input_precision=PRECISION)
     elif K_KIND == "token":
         for g in tl.static_range(D // K_GROUP):
             d = tl.zeros([BLOCK_N, M], tl.float32) - q_lift[g][None, :]
             for part in tl.static_range(PARTS):
                 if part_channel(part, D, K_BITS, K_WORD, K_CHUNK) // K_GROUP == g:
-                    c = _field(words[part // FIELDS], part, K_BITS, K_WORD, CODES, FAST, K_DOT)
-                    d = tl.dot(c, q[part] * (1.0 / gain(part, K_BITS, K_WORD, K_DOT == tl.float16)), d, input_precision=PRECISION)
+                    c = _field(words[part // FIELDS], part, K_BITS, K_WORD, CODES, FAST, K_DOT, LIFT, 0)
+                    d = tl.dot(c, q[part] * (1.0 / gain(part, K_BITS, K_WORD, LIFT)), d, input_precision=PRECISION)
             s += d * ks[g].to(tl.float32)[:, None] + kz[g].to(tl.float32)[:, None] * q_sum[g][None, :]
     else:
-        s = tl.dot(_field(words[0], 0, K_BITS, K_WORD, CODES, FAST, K_DOT), q[0], s, input_precision=PRECISION)
+        s = tl.dot(_field(words[0], 0, K_BITS, K_WORD, CODES, FAST, K_DOT, LIFT, 0), q[0], s, input_precision=PRECISION)
     return s
 
 
@@ -292,7 +306,6 @@ def _tile(
     l,
     acc,
     z,
-    u,
     e,
     ks,
     kz,
@@ -371,11 +384,11 @@ def _tile(
     FIELDS: tl.constexpr = 8 * V_WORD // V_BITS
     PARTS: tl.constexpr = part_count(D, V_BITS, V_WORD, V_CHUNK)
     CODES: tl.constexpr = V_KIND != "dense"
+    MIDDLE: tl.constexpr = 2 ** (V_BITS - 1)
     shrink = alpha
     weights = ()
     if CODES:
         new_z = ()
-        new_u = ()
         inverse = 1.0
         if V_DOT == tl.float16:
             # Probability x scale must stay inside float16: it is divided by the power of two above the largest scale seen so far.
@@ -387,12 +400,12 @@ def _tile(
             shrink = alpha * tl.exp2((e - e_new).to(tl.float32))
             e = e_new
         for g in tl.static_range(D // V_GROUP):
-            new_z = new_z + (z[g] * alpha + tl.sum(p * vz[g].to(tl.float32)[:, None], 0),)
-            weights = weights + ((p * (vs[g].to(tl.float32) * inverse)[:, None]).to(V_DOT),)
-            if V_DOT == tl.float16 and V_WORD == 2:
-                new_u = new_u + (tl.dot(tl.full([16, BLOCK_N], 1024.0, V_DOT), weights[g], u[g] * shrink[None, :]),)
+            # Codes are taken from the middle of their range, whose value is in z: so their sums stay small and keep their digits.
+            scale = vs[g].to(tl.float32)
+            middle = vz[g].to(tl.float32) + scale * MIDDLE
+            new_z = new_z + (z[g] * alpha + tl.sum(p * middle[:, None], 0),)
+            weights = weights + ((p * (scale * inverse)[:, None]).to(V_DOT),)
         z = new_z
-        u = new_u
     else:
         weights = weights + (p.to(V_DOT),)
     words = ()
@@ -400,7 +413,7 @@ def _tile(
         words = words + (_words(v, rows, n0, ok, c * W, V_ROW, W, VP, True),)
     new_acc = ()
     for part in tl.static_range(PARTS):
-        c = _field(words[part // FIELDS], part, V_BITS, V_WORD, CODES, V_FAST, V_DOT)
+        c = _field(words[part // FIELDS], part, V_BITS, V_WORD, CODES, V_FAST, V_DOT, False, MIDDLE)
         new_acc = new_acc + (
             tl.dot(
                 c,
@@ -409,7 +422,7 @@ def _tile(
                 input_precision=PRECISION,
             ),
         )
-    return m_new, l, new_acc, z, u, e
+    return m_new, l, new_acc, z, e
 
 
 @triton.jit
@@ -509,10 +522,6 @@ def _attend(
     if V_KIND != "dense":
         for _ in tl.static_range(D // V_GROUP):
             z = z + (tl.zeros([M], tl.float32),)
-    u = ()
-    if V_KIND != "dense" and V_DOT == tl.float16 and V_WORD == 2:
-        for _ in tl.static_range(D // V_GROUP):
-            u = u + (tl.zeros([16, M], tl.float32),)
     e = 0
 
     ks, kz, vs, vz = _fetch(
@@ -556,7 +565,7 @@ def _attend(
             V_KIND,
             V_GROUP,
         )
-        m, l, acc, z, u, e = _tile(
+        m, l, acc, z, e = _tile(
             n0,
             hi,
             rows,
@@ -578,7 +587,6 @@ def _attend(
             l,
             acc,
             z,
-            u,
             e,
             ks,
             kz,
@@ -619,9 +627,7 @@ def _attend(
     for part in tl.static_range(V_PARTS):
         x = acc[part]
         if V_KIND != "dense":
-            if lifted(part, V_BITS, V_WORD, V_DOT == tl.float16):
-                x -= tl.max(u[part_channel(part, D, V_BITS, V_WORD, V_CHUNK) // V_GROUP], 0)[None, :]
-            x *= unit_v / gain(part, V_BITS, V_WORD, V_DOT == tl.float16)
+            x *= unit_v
             x += z[part_channel(part, D, V_BITS, V_WORD, V_CHUNK) // V_GROUP][None, :]
         at = out[None, :] + (part_channel(part, D, V_BITS, V_WORD, V_CHUNK) + w * V_WORD)[:, None]
         tl.store(at, x * r[None, :], mask=live[None, :] & (w < V_CHUNK // V_WORD)[:, None])

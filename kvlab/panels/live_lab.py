@@ -23,7 +23,7 @@ from kvlab.measure.scale import Prediction, scaled
 from kvlab.measure.session import Ran, Request, Row, Scores, Session
 from kvlab.measure.tasks import Needle
 from kvlab.models import SMOLLM2
-from kvlab.panels.picture import stack
+from kvlab.panels.picture import sheet
 from kvlab.panels.runner import Runner, Ticket
 from kvlab.panels.theme import CSS
 from kvlab.panels.views import AttentionCard, Card, MemoryCard, QualityCard, SaysCard, TableCard
@@ -323,7 +323,8 @@ class LiveLab(widgets.VBox):
         self.stage.value = ""
         self.cancel.disabled = True
         self.progress.value = 0.0
-        self._say_error(str(error) or type(error).__name__, details)
+        plain = isinstance(error, ValueError | OSError) and str(error)  # these were written for people
+        self._say_error(str(error) if plain else f"{type(error).__name__}: {error}", details)
         self._leave_stale("stale: from before the error")
 
     def _leave_stale(self, why: str) -> None:
@@ -454,23 +455,25 @@ class LiveLab(widgets.VBox):
     def __repr__(self) -> str:
         if "row" not in self.shown:
             return "LiveLab: nothing measured yet"
-        lines = [f"{card._title}: {card.text}" for card in self.cards if card.text]
-        return "\n".join([f"LiveLab: {self.shown['row'].strategy}", *lines])
+        lines = [f"{card.title}: {card.text}" for card in self.cards if card.text]
+        return "\n".join([f"LiveLab: {self.shown['row'].strategy}", *lines, *self.table.lines])
 
     def _repr_mimebundle_(self, **settings: Any) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_(**settings)
         if os.environ.get("KVLAB_PICTURES") == "1":
             self.wait()
-            figures = [self.memory.figure, self.attention.figure, self.quality.figure, self.memory.scale_figure]
-            bundle["image/png"] = base64.b64encode(stack(figures)).decode()
+            left = [("memory: this run", self.memory.figure), ("memory: scaled up", self.memory.scale_figure)]
+            right = [("attention: one head of one layer", self.attention.figure), ("quality along the text", self.quality.figure)]
+            bundle["image/png"] = base64.b64encode(sheet([left, right])).decode()
             bundle["text/plain"] = repr(self)
         return bundle
 
 
 def _load(name: str) -> lab.Lab:
-    if name not in _open:
-        _open[name] = lab.load(name, progress=False)
-    return _open[name]
+    found = _open.get(name)
+    if found is None:
+        found = _open[name] = lab.load(name, progress=False)
+    return found
 
 
 def _visible(box: widgets.Widget, shown: bool) -> None:

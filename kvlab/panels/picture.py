@@ -2,36 +2,48 @@
 
 import base64
 from collections.abc import Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 
 WIDTH = 520  # pixels of one figure
+HEAD, FOOT = 34, 78  # room for its title, and for its legend
+
+Titled = tuple[str, go.Figure]
 
 
-def stack(figures: Sequence[go.Figure], columns: int = 2) -> bytes:
-    """The figures as a PNG, `columns` beside one another."""
-    heights = [figure.layout.height or 400 for figure in figures]
-    rows = [range(start, min(start + columns, len(figures))) for start in range(0, len(figures), columns)]
-    tops = [sum(max(heights[i] for i in above) for above in rows[:number]) for number in range(len(rows) + 1)]
-    width, height = WIDTH * columns, tops[-1]
-    images = []
-    for row, top in zip(rows, tops, strict=False):
-        for place, number in enumerate(row):
-            png = figures[number].to_image("png", width=WIDTH, height=heights[number])
+def sheet(columns: Sequence[Sequence[Titled]]) -> bytes:
+    """A PNG of titled figures, stacked in columns; each with its legend, which a live panel shows beside the figure instead."""
+    width = WIDTH * len(columns)
+    height = max(sum(_height(figure) for _, figure in column) for column in columns)
+    images: list[dict[str, Any]] = []
+    for number, column in enumerate(columns):
+        top = 0
+        for title, figure in column:
+            png = _still(title, figure).to_image("png", width=WIDTH, height=_height(figure))
             images.append(
                 {
                     "source": "data:image/png;base64," + base64.b64encode(png).decode(),
                     "xref": "paper",
                     "yref": "paper",
-                    "x": place / columns,
+                    "x": number / len(columns),
                     "y": 1 - top / height,
-                    "sizex": 1 / columns,
-                    "sizey": heights[number] / height,
-                    "xanchor": "left",
-                    "yanchor": "top",
+                    "sizex": 1 / len(columns),
+                    "sizey": _height(figure) / height,
                 }
             )
-    sheet = go.Figure(layout={"images": images, "margin": dict.fromkeys("lrtb", 0), "template": "none"})
-    sheet.update_xaxes(visible=False)
-    sheet.update_yaxes(visible=False)
-    return bytes(sheet.to_image("png", width=width, height=height))
+            top += _height(figure)
+    page = go.Figure(layout={"images": images, "margin": dict.fromkeys("lrtb", 0), "template": "none"})
+    page.update_xaxes(visible=False)
+    page.update_yaxes(visible=False)
+    return bytes(page.to_image("png", width=width, height=height))
+
+
+def _height(figure: go.Figure) -> int:
+    return int(figure.layout.height or 400) + HEAD + FOOT
+
+
+def _still(title: str, figure: go.Figure) -> go.Figure:
+    copy = go.Figure(figure)
+    margin = {"t": 14 + HEAD, "b": 44 + FOOT, "l": 60, "r": 16}
+    return copy.update_layout(title={"text": title}, showlegend=True, margin=margin, autosize=False)

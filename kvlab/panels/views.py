@@ -27,7 +27,7 @@ class Card(widgets.VBox):
     """A titled box. `summary` is its line of text; `state` as in this file's head."""
 
     def __init__(self, title: str, body: Sequence[widgets.Widget], foot: widgets.Widget | None = None) -> None:
-        self._title = title
+        self.title = title
         self.state = "fresh"
         self.top, self.summary = widgets.HTML(), _line()
         box = widgets.VBox(list(body)).add_class("kvlab-body")
@@ -39,7 +39,7 @@ class Card(widgets.VBox):
         """Set the state; `note` stands beside the title. What is stale is dimmed."""
         self.state = state
         self.top.value = (
-            f'<div class="kvlab-head"><b>{html.escape(self._title)}</b>'
+            f'<div class="kvlab-head"><b>{html.escape(self.title)}</b>'
             f'<span class="kvlab-badge {state}">{html.escape(note)}</span></div>'
         )
         (self.add_class if state == "stale" or (state == "waiting" and not note) else self.remove_class)("kvlab-dim")
@@ -239,6 +239,9 @@ class SaysCard(Card):
         self.needle.value = f"{verdict} &nbsp;“The secret pass key for Alice is” → “{said}” (key: {hidden.key})"
 
 
+HEADS = ("cache", "of 16-bit", "high water", "first token", "per token", "perplexity", "KL (nats)", "same next token", "needle")
+
+
 class TableCard(Card):
     """The numbers: the full cache, a pinned run, and this one. `rows` holds what is on show, by label."""
 
@@ -247,23 +250,19 @@ class TableCard(Card):
         self.rows: dict[str, Row] = {}
         super().__init__("numbers", [self.body])
 
+    @property
+    def lines(self) -> list[str]:
+        """The rows as text."""
+        return [
+            f"{label}: " + ", ".join(f"{head} {cell}" for head, cell in zip(HEADS, _cells(label, row), strict=True))
+            for label, row in self.rows.items()
+        ]
+
     def show(self, full: Row, own: Row, pinned: Row | None = None) -> None:
         self.rows = {"full": full} | ({A: pinned} if pinned else {}) | {B if pinned else THIS: own}
-        heads = [
-            "",
-            "cache",
-            "of 16-bit",
-            "high water",
-            "first token",
-            "per token",
-            "perplexity",
-            "KL (nats)",
-            "same next token",
-            "needle",
-        ]
-        lines = "".join(_table_row(label, row) for label, row in self.rows.items())
-        head = "".join(f"<th>{words}</th>" for words in heads)
-        self.body.value = f'<div class="kvlab-table"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+        rows = "".join(_table_row(label, row) for label, row in self.rows.items())
+        head = "".join(f"<th>{words}</th>" for words in ("", *HEADS))
+        self.body.value = f'<div class="kvlab-table"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
         wide = " This run computes in 32 bits, so a plain number takes twice that." if full.memory.ratio > 1.5 else ""
         cold = ", ".join(label for label, row in self.rows.items() if row.cold)
         note = f" The first token of {cold} was this process's first run: cold." if cold else ""
@@ -273,13 +272,11 @@ class TableCard(Card):
         )
 
 
-def _table_row(label: str, row: Row) -> str:
+def _cells(label: str, row: Row) -> list[str]:
+    """The numbers of a row as people read them, in the order of `HEADS`."""
     none = "–"
-    change = "" if row.perplexity_change is None or label == "full" else f" <i>({100 * row.perplexity_change:+.2g}%)</i>"
-    needle = none if row.found is None else "found" if row.found else '<span class="kvlab-lost">lost</span>'
-    name = "" if label == "full" else f" {html.escape(str(row.strategy))}"
-    cells = [
-        f"<b>{label}</b>{name or ' cache'}",
+    change = "" if row.perplexity_change is None or label == "full" else f" ({100 * row.perplexity_change:+.2g}%)"
+    return [
         geometry.text(row.memory.allocated),
         f"{100 * row.memory.ratio:.1f}%",
         geometry.text(row.memory.high_water),
@@ -288,9 +285,14 @@ def _table_row(label: str, row: Row) -> str:
         none if row.perplexity is None else f"{row.perplexity:.2f}{change}",
         none if row.kl is None else f"{row.kl:.2g}",
         none if row.agreement is None else f"{100 * row.agreement:.1f}%",
-        needle,
+        none if row.found is None else "found" if row.found else "lost",
     ]
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+
+
+def _table_row(label: str, row: Row) -> str:
+    name = "cache" if label == "full" else html.escape(str(row.strategy))
+    cells = [f'<td class="kvlab-lost">{cell}</td>' if cell == "lost" else f"<td>{cell}</td>" for cell in _cells(label, row)]
+    return f"<tr><td><b>{label}</b> {name}</td>{''.join(cells)}</tr>"
 
 
 def evicted_share(weights: np.ndarray, gone: np.ndarray) -> float:

@@ -69,7 +69,7 @@ def speedup(series: Mapping[str, Sequence["Row"]], *, title: str = "How many tim
 
     For the first series also the ratio for a whole answer of `ANSWER` tokens, prefill included, predicted from the same times.
     """
-    fig = _logarithmic(title, "times faster (ratio of times per token)")
+    fig = _logarithmic(title, "ratio of times per token")
     low, high = CLAIMED
     fig.add_hrect(y0=low, y1=high, fillcolor=style.ACTIVATIONS, opacity=0.18, line_width=0, layer="below")
     fig.add_annotation(
@@ -94,7 +94,7 @@ def update_speedup(fig: go.Figure, series: Mapping[str, Sequence["Row"]], *, tit
 def speedup_summary(rows: Sequence["Row"], passes: Mapping[float, float | None]) -> str:
     """`One more token: 1.4 times faster at 16 tokens, 63 at 2,048; passes 10 times at about 300 tokens, 50 at about 1,600.`
 
-    passes: ratio -> the context (tokens) where it is passed, or None.
+    passes: ratio, rising -> the context (tokens) where it is passed, or None.
     """
     if not rows:
         return "Nothing has been measured yet."
@@ -103,10 +103,13 @@ def speedup_summary(rows: Sequence["Row"], passes: Mapping[float, float | None])
     if last is not first:
         line += f", {_times(last.ratio)} at {last.context:,}"
     for ratio, context in passes.items():
-        if context is None:
-            line += f"; stays below {ratio:g} times" if last.ratio < ratio else f"; above {ratio:g} times from the start"
-        else:
+        if context is not None:
             line += f"; passes {ratio:g} times at about {_round(context):,} tokens"
+        elif last.ratio >= ratio:
+            line += f"; above {ratio:g} times from the start"
+        else:
+            line += f"; stays below {ratio:g} times"
+            break
     return f"{line}."
 
 

@@ -12,7 +12,7 @@ pytest.importorskip("anywidget")
 import ipywidgets as widgets
 
 import kvlab
-from kvlab import keep, place, store
+from kvlab import geometry, keep, place, store
 from kvlab.lab import Lab
 from kvlab.panels.live_lab import LiveLab
 from kvlab.panels.runner import WORK
@@ -387,12 +387,13 @@ def test_its_text_says_what_it_shows(panel: LiveLab) -> None:
     text = repr(panel)
     assert text.startswith("LiveLab: HeavyHitter(budget=96")
     assert panel.quality.text in text
+    assert f"this: cache {geometry.text(panel.row.memory.allocated)}, of 16-bit" in text
 
 
 def test_it_adds_a_picture_only_when_asked(panel: LiveLab, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "image/png" not in panel._repr_mimebundle_()
     monkeypatch.setenv("KVLAB_PICTURES", "1")
-    monkeypatch.setattr("kvlab.panels.live_lab.stack", lambda figures: b"picture of %d" % len(figures))
+    monkeypatch.setattr("kvlab.panels.live_lab.sheet", lambda columns: b"picture of %d" % sum(map(len, columns)))
     bundle = panel._repr_mimebundle_()
     assert bundle["image/png"] == "cGljdHVyZSBvZiA0"
     assert bundle["text/plain"] == repr(panel)
