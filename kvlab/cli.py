@@ -118,6 +118,19 @@ def app() -> "typer.Typer":
                 f"{row.name:32}{1e3 * row.update:9.2f}{1e3 * row.attention:11.2f}{1e3 * row.total:10.2f} ms{dynamic / row.total:14.2f} x{row.error:20.5f}"
             )
 
+    @bench.command()
+    def speed(
+        model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,
+        out: Annotated[Path, typer.Option(help="Write the rows to this JSON-lines file, in place of what is there.")] = Path("speed.jsonl"),
+    ) -> None:
+        """With a cache and without one, at several context lengths; the first runs of a freshly loaded model apart."""
+        from kvlab.lab import Lab
+        from kvlab.measure.speed import record
+        from kvlab.models import load_model
+
+        record(out, Lab(model, *load_model(model)))  # not kvlab.load: its probe would warm the model up
+        typer.echo(f"written to {out}")
+
     return commands
 
 

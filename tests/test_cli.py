@@ -62,3 +62,19 @@ def test_an_error_is_one_line_and_exit_status_1(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert stop.value.code == "kvlab: no network"
+
+
+def test_a_strategy_is_read_and_never_run() -> None:
+    for text in cli.STANDARD:
+        assert cli.read_strategy(text).to_code() == text
+    assert cli.read_strategy("kvlab.Strategy()").to_code() == "kvlab.Strategy()"
+    for text, reason in (
+        ("__import__('os').system('true')", "must look like"),
+        ("kvlab.Strategy(keep=open('x'))", "neither a constant nor a method"),
+        ("kvlab.Strategy(keep=keep.Window(size=0))", "size=0 is out of range"),
+        ("kvlab.Strategy(keep=keep.Nothing())", "is not one of"),
+        ("kvlab.Strategy(kep=keep.Window())", "unknown"),
+        ("kvlab.Strategy(", "not readable"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            cli.read_strategy(text)

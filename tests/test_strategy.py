@@ -42,6 +42,16 @@ def test_every_setting_is_bounded_and_explained(axis, name, cls):
             assert "allowed" in text or "not one of" in text, text
 
 
+def test_every_method_stands_in_the_readme():
+    from pathlib import Path
+
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    for axis, name, cls in EVERY:
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| {axis} | `{name}")]
+        for setting in cls.settings():
+            assert setting in row or setting in ("scales", "folder"), f"{name}: {setting} is missing in the README's row"
+
+
 def test_rules_between_settings():
     with pytest.raises(ValueError, match="budget=16 is below recent \\+ sinks = 68"):
         keep.HeavyHitter(budget=16)

@@ -177,15 +177,22 @@ def jobs(arch: int) -> Iterator[Job]:
 def decode_jobs(arch: int) -> Iterator[Job]:
     from . import _decode_kernels as kernels
 
-    batch, kv_heads, n, tail = 8, 8, 32768, 128
+    batch, kv_heads, n = 8, 8, 32768
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
     def job(
-        variant: str, dtype: torch.dtype, kv: Pair, group: int = 4, queries: int = 1, hot: bool = True, **options: Any
+        variant: str,
+        dtype: torch.dtype,
+        kv: Pair,
+        group: int = 4,
+        queries: int = 1,
+        hot: bool = True,
+        tail: int = 128,
+        **options: Any,
     ) -> Job:
         dim = kv[0].shape[3] if isinstance(kv[0], Tensor) else kv[0].head_dim
         q = meta(batch, kv_heads * group, queries, dim, dtype=dtype)
-        rest = meta(batch, kv_heads, tail, dim, dtype=dtype)
+        rest = meta(batch, kv_heads, tail, dim, dtype=dtype) if tail else None
         work = decode.plan(q, *kv, 0.1, residual_k=rest, residual_v=rest, device=pretend(arch), **options)
         return Job("decode_split", variant, kernels.decode_split, work.split_args, work.split_constants, work.options, hot)
 
@@ -203,10 +210,11 @@ def decode_jobs(arch: int) -> Iterator[Job]:
     for bits in (8, 4, 2):
         for size in (32, 64, 128):
             yield job(f"int{bits} g{size}", bf16, ints(bits, size))
+        yield job(f"int{bits} g64 no residual", bf16, ints(bits), tail=0)
         yield job(f"int{bits} keys per token", bf16, ints(bits, axis="token"))
         yield job(f"int{bits} 16 columns", fp16, ints(bits), group=16)
         yield job(f"int{bits} 16 queries", bf16, ints(bits), queries=16)
-        yield job(f"int{bits} bias softcap", bf16, ints(bits), bias=meta(batch, 1, 1, n + tail, dtype=fp32), softcap=30.0)
+        yield job(f"int{bits} bias softcap", bf16, ints(bits), bias=meta(batch, 1, 1, n + 128, dtype=fp32), softcap=30.0)
         yield job(f"int{bits} table", bf16, ints(bits, table=True), hot=False)
         yield job(f"int{bits} fp32", fp32, ints(bits), hot=False)
         for dim, size in ((64, 64), (80, 80), (96, 32), (256, 64)):

@@ -48,14 +48,14 @@ TABLE: dict[int, dict[int, Settings]] = {
         16: Settings(64, 4, 2, 3),
         8: Settings(64, 1, 2, 6),
         4: Settings(64, 1, 3, 8),
-        2: Settings(64, 1, 3, 8),
+        2: Settings(32, 1, 3, 8),
     },
     9: {
         32: Settings(16, 4, 2, 4),
         16: Settings(64, 4, 3, 3),
         8: Settings(64, 1, 3, 6),
         4: Settings(64, 1, 3, 8),
-        2: Settings(64, 1, 3, 8),
+        2: Settings(32, 1, 3, 8),
     },
 }
 TABLE[10] = TABLE[9]

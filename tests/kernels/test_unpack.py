@@ -1,7 +1,10 @@
 """The unpacking instructions, which the interpreter cannot run, run here: the PTX that the kernel holds, line by line, in numpy."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
+
 from kvlab_kernels import _decode_kernels as kernels
 
 
@@ -53,7 +56,7 @@ def test_every_field_of_every_word(bits, lift, middle):
     for part in range(16 // bits):
         asm = unwrap(kernels.unpack_asm)(part, bits, lift, middle)
         up = unwrap(kernels.lifted)(part, bits, 2, lift)
-        for low, high in zip(words, words[1:]):
+        for low, high in pairwise(words):
             codes = np.array([w >> part * bits & 2**bits - 1 for w in (low, high)], float)
             want = 1024 + codes * unwrap(kernels.gain)(part, bits, 2, lift) if up else codes - middle
             assert (run(asm, low | high << 16) == want).all(), (bits, part, lift, middle)
