@@ -35,7 +35,7 @@ def predict(geometry: Geometry, strategy: Strategy, tokens: int, *, batch: int =
         shape = LayerShape(
             number, len(geometry.layers), batch, layer.kv_heads, layer.key_dim, layer.value_dim, dtype, torch.device("cpu")
         )
-        parts = strategy.store.predict(rows, shape)
+        parts = strategy.store.predict(rows, shape, evicting=rows < tokens)
         if limit is not None and tokens > limit:
             shared = "mass" not in strategy.keep.needs  # every head holds the same tokens
             parts["columns"] = rows * 4 * (1 if shared else batch * layer.kv_heads)

@@ -303,7 +303,7 @@ def evicted_share(weights: np.ndarray, gone: np.ndarray) -> float:
 
 def legend(fig: go.Figure) -> str:
     """The names of what a figure shows, beside a patch, line or dot as it is drawn there; HTML, so that it takes little room."""
-    items = []
+    items: dict[str, list[str]] = {"kvlab-patch": [], "kvlab-line": [], "kvlab-dot": [], "kvlab-hatch": []}
     for trace in fig.data:
         if trace.visible in (False, "legendonly") or trace.showlegend is False or trace.type == "heatmap":
             continue
@@ -316,8 +316,8 @@ def legend(fig: go.Figure) -> str:
         else:
             kind = {"dash": "dashed", "dot": "dotted", "dashdot": "dashed"}.get(trace.line.dash, "solid")
             look = "kvlab-line", f"border-top:2px {kind} {trace.line.color}"
-        items.append(f'<span><i class="{look[0]}" style="{look[1]}"></i>{html.escape(trace.name)}</span>')
-    return f'<div class="kvlab-legend">{"".join(items)}</div>'
+        items[look[0]].append(f'<span><i class="{look[0]}" style="{look[1]}"></i>{html.escape(trace.name)}</span>')
+    return f'<div class="kvlab-legend">{"".join(item for kind in items.values() for item in kind)}</div>'
 
 
 def _line() -> widgets.HTML:

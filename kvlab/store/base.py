@@ -94,8 +94,11 @@ class Store(Method, abstract=True):
     def state(self, shape: LayerShape) -> StoreState:
         raise NotImplementedError
 
-    def predict(self, rows: int, shape: LayerShape) -> dict[str, float]:
-        """Bytes by part that ``rows`` tokens take in one layer, room to grow apart. Parts as in ``memory()``."""
+    def predict(self, rows: int, shape: LayerShape, evicting: bool = False) -> dict[str, float]:
+        """Bytes by part that ``rows`` tokens take in one layer, room to grow apart. Parts as in ``memory()``.
+
+        ``evicting``: other tokens came and went while these were kept, a few at a time; then the typical case is told.
+        """
         raise NotImplementedError
 
 

@@ -66,9 +66,12 @@ class Int(Store):
         ready = max(0, tail - self.residual)
         return ready if self.key_axis == "token" else ready // self.group_size * self.group_size
 
-    def predict(self, rows: int, shape: LayerShape) -> dict[str, float]:
+    def predict(self, rows: int, shape: LayerShape, evicting: bool = False) -> dict[str, float]:
         heads, item = shape.batch * shape.kv_heads, SCALES[self.scales].itemsize
         coded = self.due(rows)
+        grouped = self.key_axis != "token"
+        if evicting and grouped:  # the tail is between empty and a whole group, and codes make room for it
+            coded = max(0, coded - (self.group_size - 1) // 2)
         codes = coded * (shape.key_dim + shape.value_dim) * self.bits / 8
         per_token = coded * shape.value_dim / self._channels(shape.value_dim)
         if self.key_axis == "token":
@@ -76,7 +79,8 @@ class Int(Store):
         else:
             keys = coded / self.group_size * (shape.key_dim if self.key_axis == "channel" else 1 / shape.kv_heads)
         plain = (rows - coded) * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize
-        return {"codes": heads * codes, "scales": heads * (keys + per_token) * 2 * item, "residual": heads * plain}
+        parts = {"codes": heads * codes, "scales": heads * (keys + per_token) * 2 * item, "residual": heads * plain}
+        return parts | {"tables": heads * coded * 4.0} if evicting and grouped else parts
 
 
 class IntState(StoreState):
