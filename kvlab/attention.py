@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvlab.cache import Layer
 
 NAME = "kvlab"
-SCORE_NUMBERS = 1 << 22  # float32 scores held at a time: 16 MB; longer prompts take their queries in smaller blocks
+SCORE_NUMBERS = 1 << 20  # float32 scores held at a time: 4 MB; longer prompts take their queries in smaller blocks
 
 
 class Handle:

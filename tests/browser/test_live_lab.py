@@ -223,7 +223,7 @@ def test_it_can_be_read_in_the_dark_and_in_a_narrow_window(panel: Panel) -> None
     page.click(".lm-MenuBar-itemLabel:text-is('Settings')")
     page.hover(".lm-Menu-itemLabel:text-is('Theme')")
     page.click(".lm-Menu-itemLabel:text-is('JupyterLab Dark')")
-    page.wait_for_selector("body[data-jp-theme-light='false']")
+    page.wait_for_selector("body[data-jp-theme-light='false']", state="attached")
     page.wait_for_timeout(2500)
     ink = panel.card("memory").locator(".js-plotly-plot text").first.evaluate("x => getComputedStyle(x).fill")
     assert min(int(part) for part in ink[4:-1].split(",")[:3]) > 150, ink  # light on dark
