@@ -444,7 +444,6 @@ def _attend(
     cap,
     scaling,
     q_base,
-    q_d,
     live,
     out,
     lse,
@@ -483,7 +482,7 @@ def _attend(
     top = tl.zeros([M], tl.float32)
     q32 = ()
     for part in tl.static_range(K_PARTS):
-        at = q_base[None, :] + ((part_channel(part, D, K_BITS, K_WORD, K_CHUNK) + w * K_WORD) * q_d)[:, None]
+        at = q_base[None, :] + (part_channel(part, D, K_BITS, K_WORD, K_CHUNK) + w * K_WORD)[:, None]
         x = tl.load(at, mask=live[None, :] & (w < K_CHUNK // K_WORD)[:, None], other=0.0).to(tl.float32)
         q32 = q32 + (x,)
         top = tl.maximum(top, tl.max(tl.abs(x), 0))
@@ -634,7 +633,12 @@ def _attend(
     tl.store(lse, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("-inf")), mask=live)
 
 
-@triton.jit
+INTEGERS = ["n", "tail_n", "split_n", "splits", "parts", "kv_heads", "rows_m", "q_b", "q_h", "q_n", "k_b", "k_h", "v_b", "v_h", "ks_b", "ks_h", "ks_row", "kt_b", "kt_h", "kt_row", "vs_b", "vs_h", "vs_row", "tk_b", "tk_h", "tv_b", "tv_h", "bias_b", "bias_h", "bias_q", "bias_n", "bias_tail"]
+
+
+# Numbers that change from step to step, and strides, whose alignment the ALIGN constants tell, are not specialized on: neither their
+# being 1 nor their being a multiple of 16 compiles the kernel again.
+@triton.jit(do_not_specialize=INTEGERS)
 def decode_split(
     q,
     k,
@@ -662,7 +666,6 @@ def decode_split(
     q_b,
     q_h,
     q_n,
-    q_d,
     k_b,
     k_h,
     v_b,
@@ -770,7 +773,6 @@ def decode_split(
             cap,
             scaling,
             q_base,
-            q_d,
             live,
             out,
             lse,
@@ -816,7 +818,6 @@ def decode_split(
             cap,
             scaling,
             q_base,
-            q_d,
             live,
             out,
             lse,
@@ -845,7 +846,7 @@ def decode_split(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "heads", "queries"])
 def decode_merge(
     part_out, part_lse, sinks, out, lse, parts, heads, queries, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr
 ):

@@ -134,6 +134,7 @@ def plan(
     """Check the arguments of :func:`decode_attention` and lay out its launches. ``device``: whose settings to take, by default q's."""
     device = device or q.device
     batch, heads, queries, dim = _check_query(q)
+    q = q if q.stride(3) == 1 else q.contiguous()
     key, value = _side("k", k, q, interpreted), _side("v", v, q, interpreted)
     kv_heads, n = key.words.shape[1:3]
     _check_pair("k", key, "v", value)
@@ -186,7 +187,7 @@ def plan(
         q, key.words, k_scale, k_zero, table, value.words, v_scale, v_zero,
         tail_k.words if tail_k else None, tail_v.words if tail_v else None, bias, length, part_out, part_lse,
         float(scaling), float(softcap or 1.0), counted, tail_n, split_n, splits, parts, kv_heads, rows,
-        *q.stride(), *key.strides, *value.strides, *k_scale_strides, *(table.stride() if table is not None else (0, 0, 0)), *v_scale_strides,
+        *q.stride()[:3], *key.strides, *value.strides, *k_scale_strides, *(table.stride() if table is not None else (0, 0, 0)), *v_scale_strides,
         *(tail_k.strides if tail_k else (0, 0)), *(tail_v.strides if tail_v else (0, 0)), *(bias.stride() if bias is not None else (0, 0, 0, 0)), n,
     )  # fmt: skip
     block_p, block_d = min(32, max(2, _power_of_2(parts))), min(64, _power_of_2(dim))

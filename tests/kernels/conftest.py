@@ -6,8 +6,8 @@ import pytest
 import torch
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
-import triton.language as tl  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 if isinstance(tl.sum, JITFunction):
     raise pytest.UsageError("triton was imported before its interpreter was switched on: set TRITON_INTERPRET=1 first of all")
