@@ -121,7 +121,9 @@ def app() -> "typer.Typer":
     @bench.command()
     def speed(
         model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,
-        out: Annotated[Path, typer.Option(help="Write the rows to this JSON-lines file, in place of what is there.")] = Path("speed.jsonl"),
+        out: Annotated[Path, typer.Option(help="Write the rows to this JSON-lines file, in place of what is there.")] = Path(
+            "speed.jsonl"
+        ),
     ) -> None:
         """With a cache and without one, at several context lengths; the first runs of a freshly loaded model apart."""
         from kvlab.lab import Lab

@@ -633,7 +633,40 @@ def _attend(
     tl.store(lse, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("-inf")), mask=live)
 
 
-INTEGERS = ["n", "tail_n", "split_n", "splits", "parts", "kv_heads", "rows_m", "q_b", "q_h", "q_n", "k_b", "k_h", "v_b", "v_h", "ks_b", "ks_h", "ks_row", "kt_b", "kt_h", "kt_row", "vs_b", "vs_h", "vs_row", "tk_b", "tk_h", "tv_b", "tv_h", "bias_b", "bias_h", "bias_q", "bias_n", "bias_tail"]
+INTEGERS = [
+    "n",
+    "tail_n",
+    "split_n",
+    "splits",
+    "parts",
+    "kv_heads",
+    "rows_m",
+    "q_b",
+    "q_h",
+    "q_n",
+    "k_b",
+    "k_h",
+    "v_b",
+    "v_h",
+    "ks_b",
+    "ks_h",
+    "ks_row",
+    "kt_b",
+    "kt_h",
+    "kt_row",
+    "vs_b",
+    "vs_h",
+    "vs_row",
+    "tk_b",
+    "tk_h",
+    "tv_b",
+    "tv_h",
+    "bias_b",
+    "bias_h",
+    "bias_q",
+    "bias_n",
+    "bias_tail",
+]
 
 
 # Numbers that change from step to step, and strides, whose alignment the ALIGN constants tell, are not specialized on: neither their
