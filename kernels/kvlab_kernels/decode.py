@@ -48,6 +48,10 @@ class Side:
         return self.words.stride(2)
 
     @property
+    def scale_row(self) -> int:
+        return 0 if self.codes is None else self.codes.scale.stride(2)
+
+    @property
     def row_bytes(self) -> int:
         return self.words.shape[3] * self.words.element_size()
 
@@ -173,7 +177,7 @@ def plan(
         block_n = min(block_n, key.group & -key.group)  # a tile must lie within one group
     if splits is None:
         splits = launch.splits(device, batch * kv_heads * blocks, counted, settings)
-    split_n = -(-max(counted, 1) // (splits * block_n)) * block_n
+    split_tiles = -(-max(counted, 1) // (splits * block_n))
     parts = splits + (tail_k is not None)
 
     part_out = torch.empty((batch * heads * queries, parts, dim), dtype=torch.float32, device=q.device)
@@ -186,7 +190,7 @@ def plan(
     split_args = (
         q, key.words, k_scale, k_zero, table, value.words, v_scale, v_zero,
         tail_k.words if tail_k else None, tail_v.words if tail_v else None, bias, length, part_out, part_lse,
-        float(scaling), float(softcap or 1.0), counted, tail_n, split_n, splits, parts, kv_heads, rows,
+        float(scaling), float(softcap or 1.0), counted, tail_n, split_tiles, splits, parts, kv_heads, rows,
         *q.stride()[:3], *key.strides, *value.strides, *k_scale_strides, *(table.stride() if table is not None else (0, 0, 0)), *v_scale_strides,
         *(tail_k.strides if tail_k else (0, 0)), *(tail_v.strides if tail_v else (0, 0)), *(bias.stride() if bias is not None else (0, 0, 0, 0)), n,
     )  # fmt: skip
@@ -196,7 +200,8 @@ def plan(
         lse,
         (batch * kv_heads * blocks, parts),
         split_args,
-        constants(key, value, tail_k, tail_v, dim, queries, columns, block_n, settings.num_stages, softcap is not None),
+        constants(key, value, tail_k, tail_v, dim, queries, columns, block_n, settings.num_stages, softcap is not None)
+        | dict(WHOLE=length is None and counted % block_n == 0),
         settings.options(),
         (batch * heads * queries, -(-dim // block_d)),
         (part_out, part_lse, sinks, out, lse, parts, heads, queries),
@@ -206,7 +211,7 @@ def plan(
 
 def _scales(side: Side) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
     c = side.codes
-    return (None, None, (0, 0, 0)) if c is None else (c.scale, c.zero, c.scale.stride()[:3])
+    return (None, None, (0, 0)) if c is None else (c.scale, c.zero, c.scale.stride()[:2])
 
 
 def constants(key: Side, value: Side, tail_k: Side | None, tail_v: Side | None, dim: int, queries: int, columns: int, block_n: int, stages: int,
@@ -224,7 +229,7 @@ def constants(key: Side, value: Side, tail_k: Side | None, tail_v: Side | None, 
             f"{name}_GROUP": side.group, f"{name}_ROW": side.row, f"{name}_ALIGN": side.align, f"{name}_DOT": dtypes[side.dot],
             f"{name}_FAST": side.fast,
         }  # fmt: skip
-    found["K_PAIRS"] = key.pairs
+    found |= {"K_PAIRS": key.pairs, "KS_ROW": key.scale_row, "VS_ROW": value.scale_row}
     for name, side in (("TK", tail_k), ("TV", tail_v)):
         found |= {f"{name}_ROW": side.row if side else 1, f"{name}_ALIGN": side.align if side else 1}
         found[f"{name}_DOT"] = dtypes[side.dot] if side else tl.float32

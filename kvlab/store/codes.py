@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable
 
 import torch
@@ -105,13 +107,11 @@ class QuantizedSide:
         return dequantize(self.layout(start, stop))
 
     def _numbers(self, start: int, stop: int) -> Tensor:
-        """The codes of rows ``start:stop`` as float32 ``[B, H, n, D]``, unscaled: a cast and nothing more."""
+        """The codes of rows ``start:stop`` as float32 ``[B, H, n, D]``, unscaled. It is scratch: the next call writes over it."""
         packed = self.codes.view()[:, :, start:stop]
-        if self.bits == 8:
-            return packed.float()
-        fields = planes(packed, self.bits)
         width = packed.shape[3]
-        out = torch.empty((*packed.shape[:3], width * len(fields)), dtype=torch.float32, device=packed.device)
+        fields = planes(packed, self.bits)
+        out = _scratch((*packed.shape[:3], width * len(fields)), packed.device)
         for i, field in enumerate(fields):
             out[..., i * width : (i + 1) * width] = field
         return out
@@ -124,29 +124,25 @@ class QuantizedSide:
         codes, layout, size = self._numbers(start, stop), self.layout(start, stop), self.group_size
         scale, zero = layout.scale.float(), layout.zero.float()
         if layout.axis == "token":
-            out = query.new_zeros((b, h, m, stop - start))
-            for g in range(d // size):
-                part = query[..., g * size : (g + 1) * size]
-                one = part @ codes[..., g * size : (g + 1) * size].transpose(-1, -2)
-                out += one.mul_(scale[..., g].unsqueeze(2)).add_(part.sum(-1, keepdim=True) * zero[..., g].unsqueeze(2))
-            return out
+            codes.unflatten(3, (d // size, size)).mul_(scale.unsqueeze(4))
+            sums = query.unflatten(3, (d // size, size)).sum(-1)  # [B, H, M, groups]
+            return (codes @ query.transpose(-1, -2)).add_(zero @ sums.transpose(-1, -2)).transpose(-1, -2)
         groups = (stop - start) // size
         folded = query.unsqueeze(2) * scale.unsqueeze(3)  # [B, H, groups, M, D]
-        out = torch.matmul(folded, codes.view(b, h, groups, size, d).transpose(-1, -2))
-        out += (zero @ query.transpose(-1, -2)).unsqueeze(-1)  # [B, H, groups, M, 1]
-        return out.transpose(2, 3).reshape(b, h, m, groups * size)
+        dots = codes.view(b, h, groups, size, d) @ folded.transpose(-1, -2)
+        dots += (zero @ query.transpose(-1, -2)).unsqueeze(3)  # [B, H, groups, 1, M]
+        return dots.view(b, h, groups * size, m).transpose(-1, -2)
 
     def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
         """float32 ``weights`` ``[B, H, M, stop - start]`` -> ``[B, H, M, D]``."""
         if weights.shape[2] > FOLD_ROWS or self.axis != "token":
             return weights @ self.dense(start, stop)
-        codes, layout, size = self._numbers(start, stop), self.layout(start, stop), self.group_size
+        codes, layout = self._numbers(start, stop), self.layout(start, stop)
         scale, zero = layout.scale.float(), layout.zero.float()
-        parts = [
-            (weights * scale[..., g].unsqueeze(2)) @ codes[..., g * size : (g + 1) * size] + weights @ zero[..., g : g + 1]
-            for g in range(scale.shape[-1])
-        ]
-        return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
+        apart = codes.unflatten(3, (scale.shape[3], self.group_size))
+        apart.mul_(scale.unsqueeze(4))
+        offset = (zero.transpose(-1, -2) @ weights.transpose(-1, -2)).transpose(-1, -2)  # [B, H, M, groups]
+        return ((weights @ codes).unflatten(3, apart.shape[3:]) + offset.unsqueeze(4)).flatten(3)
 
     # dropping
 
@@ -215,6 +211,20 @@ class QuantizedSide:
         self.scale.set(scale)
         self.zero.set(zero)
         self.table.set(new_table.int())
+
+
+_scratches = threading.local()
+
+
+def _scratch(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """float32 room that is used again at the next call of this thread: fresh pages for every block would cost more than the cast."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=torch.float32, device=device)
+    need, kept = math.prod(shape), getattr(_scratches, "room", None)
+    if kept is None or kept.numel() < need:
+        with torch.inference_mode(False):
+            kept = _scratches.room = torch.empty(need)
+    return kept[:need].view(shape)
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
