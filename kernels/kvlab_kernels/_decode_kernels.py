@@ -39,12 +39,6 @@ def group_of(x, part):
 
 
 @triton.constexpr_function
-def low_bit(part, bits):
-    """The place of a part's codes in their byte."""
-    return part * bits % 8
-
-
-@triton.constexpr_function
 def lifted(part, bits, lift):
     """Whether a part of the keys is multiplied as it is unpacked, ``1024 + c * 2**low``, and the 1024 is taken off the score.
 
@@ -52,6 +46,12 @@ def lifted(part, bits, lift):
     of tokens the 1024 would drown in the rounding of the sum what the codes have to say.
     """
     return lift and 1024 >> part * bits % 8 <= 4 << bits
+
+
+@triton.constexpr_function
+def gain(part, bits, lift):
+    """What a part's codes are multiplied by: ``2**low``, the place of their lowest bit in its byte, or 1 if they are not lifted."""
+    return 2.0 ** (part * bits % 8) if lifted(part, bits, lift) else 1.0
 
 
 @triton.constexpr_function
@@ -70,7 +70,7 @@ def unpack_asm(part, bits, lift, middle):
         body = "shr.b32 t, $1, 8; " + body.replace("$1", "t")
     scale = ((15 - low) << 10) * 0x10001  # 2**-low, twice in float16
     offset = (0x8000 | (25 - low) << 10 | middle << low) * 0x10001  # -(2**(10 - low) + middle)
-    if lift and 1024 >> low <= 4 << bits:
+    if lifted(part, bits, lift):
         body += " mov.b32 $0, t;"
     elif low == 0:
         body += f" mov.b32 u, {offset:#x}; add.rn.f16x2 $0, t, u;"
@@ -80,7 +80,9 @@ def unpack_asm(part, bits, lift, middle):
 
 
 @triton.jit
-def _field(words, X: tl.constexpr, PART: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, LIFT: tl.constexpr, MIDDLE: tl.constexpr):
+def _field(
+    words, X: tl.constexpr, PART: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, LIFT: tl.constexpr, MIDDLE: tl.constexpr
+):
     """The values of one part of a tile, exact in DOT: codes as integers (lifted, or less MIDDLE), dense elements as they are."""
     if X.kind == "dense":
         return words.to(DOT)
@@ -90,7 +92,7 @@ def _field(words, X: tl.constexpr, PART: tl.constexpr, FAST: tl.constexpr, DOT: 
     else:
         c = ((words.to(tl.int32) >> PART % X.fields * X.bits) & (2**X.bits - 1)).to(tl.float32)
         if lifted(PART, X.bits, LIFT):
-            c = c * 2 ** low_bit(PART, X.bits) + 1024.0
+            c = c * gain(PART, X.bits, LIFT) + 1024.0
         return (c - MIDDLE).to(DOT)
 
 
@@ -164,7 +166,24 @@ def _group_zeros(k_zero, group, K: tl.constexpr):
 
 
 @triton.jit
-def _scores(n0, rows, ok, k, k_scale, k_zero, k_table, table_n, q, q_sum, q_lift, ks, kz, K: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _scores(
+    n0,
+    rows,
+    ok,
+    k,
+    k_scale,
+    k_zero,
+    k_table,
+    table_n,
+    q,
+    q_sum,
+    q_lift,
+    ks,
+    kz,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """``K @ q`` for one tile, [BLOCK_N, M] float32, scales and zeros included."""
     words = ()
     for c in tl.static_range(K.parts // K.fields):
@@ -178,7 +197,7 @@ def _scores(n0, rows, ok, k, k_scale, k_zero, k_table, table_n, q, q_sum, q_lift
             c = _field(words[part // K.fields], K, part, K.fast, K.dot, K.lift, 0)
             scaled = q[part] * ks[part].to(K.dot)[:, None]
             if lifted(part, K.bits, K.lift):
-                scaled *= 1.0 / 2 ** low_bit(part, K.bits)
+                scaled *= 1.0 / gain(part, K.bits, K.lift)
                 z = tl.dot(tl.full([16, K.padded], -1024.0, K.dot), scaled, z)
             s = tl.dot(c, scaled, s, input_precision=PRECISION)
             z = tl.dot(tl.broadcast_to(zeros[part].to(K.dot)[None, :], [16, K.padded]), q[part], z, input_precision=PRECISION)
@@ -203,7 +222,7 @@ def _scores(n0, rows, ok, k, k_scale, k_zero, k_table, table_n, q, q_sum, q_lift
             for part in tl.static_range(K.parts):
                 if group_of(K, part) == g:
                     c = _field(words[part // K.fields], K, part, K.fast, K.dot, K.lift, 0)
-                    d = tl.dot(c, q[part] * (1.0 / 2 ** (low_bit(part, K.bits) * lifted(part, K.bits, K.lift))), d, input_precision=PRECISION)
+                    d = tl.dot(c, q[part] * (1.0 / gain(part, K.bits, K.lift)), d, input_precision=PRECISION)
             s += d * ks[g].to(tl.float32)[:, None] + kz[g].to(tl.float32)[:, None] * q_sum[g][None, :]
     else:
         s = tl.dot(_field(words[0], K, 0, False, K.dot, False, 0), q[0], s, input_precision=PRECISION)
@@ -263,7 +282,9 @@ def _attend(
     top = tl.zeros([M], tl.float32)
     q32 = ()
     for part in tl.static_range(K.parts):
-        x = tl.load(q_base[None, :] + (channel(K, part) + w * K.word)[:, None], mask=live[None, :] & (w < K.width)[:, None], other=0.0)
+        x = tl.load(
+            q_base[None, :] + (channel(K, part) + w * K.word)[:, None], mask=live[None, :] & (w < K.width)[:, None], other=0.0
+        )
         q32 = q32 + (x.to(tl.float32),)
         top = tl.maximum(top, tl.max(tl.abs(q32[part]), 0))
     unit = tl.zeros([M], tl.float32) + (scaling if SOFTCAP else scaling * LOG2E)
@@ -286,7 +307,7 @@ def _attend(
                     part_sum = tl.sum(q[part].to(tl.float32), 0)
                     total += part_sum
                     if lifted(part, K.bits, K.lift):
-                        lift += part_sum * (1024.0 / 2 ** low_bit(part, K.bits))
+                        lift += part_sum * (1024.0 / gain(part, K.bits, K.lift))
             q_sum = q_sum + (total,)
             q_lift = q_lift + (lift,)
 
@@ -334,7 +355,9 @@ def _attend(
         x = acc[part] * unit_v
         if V.kind == "token":
             x += z[group_of(V, part)][None, :]
-        tl.store(out[None, :] + (channel(V, part) + w * V.word)[:, None], x * r[None, :], mask=live[None, :] & (w < V.width)[:, None])
+        tl.store(
+            out[None, :] + (channel(V, part) + w * V.word)[:, None], x * r[None, :], mask=live[None, :] & (w < V.width)[:, None]
+        )
     tl.store(lse, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("-inf")), mask=live)
 
 
