@@ -124,6 +124,9 @@ def _per_token(base, n0, rows, ok, X: tl.constexpr, G: tl.constexpr):
 @triton.jit
 def _fetch(n0, hi, rows, k_scale, k_zero, v_scale, v_zero, K: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
     """The scales and zeros of the tile at ``n0``, asked for one tile ahead of their use."""
+    K_PARTS: tl.constexpr = K.parts
+    K_GROUPS: tl.constexpr = K.groups
+    V_GROUPS: tl.constexpr = V.groups
     ks = ()
     kz = ()
     vs = ()
@@ -132,14 +135,14 @@ def _fetch(n0, hi, rows, k_scale, k_zero, v_scale, v_zero, K: tl.constexpr, V: t
     if K.kind == "channel":
         w = tl.arange(0, K.padded)
         row = k_scale + (n0 // K.group + tl.zeros([], tl.int64)) * K.scale_row
-        for part in tl.static_range(K.parts):
+        for part in tl.static_range(K_PARTS):
             ks = ks + (tl.load(row + channel(K, part) + w * K.word, mask=(w < K.width) & (n0 < hi), other=0.0),)
     if K.kind == "token":
-        for g in tl.static_range(K.groups):
+        for g in tl.static_range(K_GROUPS):
             ks = ks + (_per_token(k_scale, n0, rows, ok, K, g),)
             kz = kz + (_per_token(k_zero, n0, rows, ok, K, g),)
     if V.kind == "token":
-        for g in tl.static_range(V.groups):
+        for g in tl.static_range(V_GROUPS):
             vs = vs + (_per_token(v_scale, n0, rows, ok, V, g),)
             vz = vz + (_per_token(v_zero, n0, rows, ok, V, g),)
     return ks, kz, vs, vz
@@ -148,19 +151,21 @@ def _fetch(n0, hi, rows, k_scale, k_zero, v_scale, v_zero, K: tl.constexpr, V: t
 @triton.jit
 def _group_zeros(k_zero, group, K: tl.constexpr):
     """The zeros of one channel group, a tensor a part. As pairs of float16, which are 32 bits and so come by asynchronous copies."""
+    K_PLANES: tl.constexpr = K.fields // 2
+    K_PARTS: tl.constexpr = K.parts
     w = tl.arange(0, K.padded)
     inside = w < K.width
     base = k_zero + (group + tl.zeros([], tl.int64)) * K.scale_row
     found = ()
     if K.pairs:
         pairs = ()
-        for plane in tl.static_range(K.fields // 2):
+        for plane in tl.static_range(K_PLANES):
             pairs = pairs + (tl.load(base.to(tl.pointer_type(tl.int32)) + plane * K.plane // 2 + w, mask=inside, other=0),)
-        for part in tl.static_range(K.parts):
+        for part in tl.static_range(K_PARTS):
             half = pairs[part * K.bits % 8 // K.bits] >> part * K.bits // 8 * 16
             found = found + (half.to(tl.int16).to(tl.float16, bitcast=True),)
     else:
-        for part in tl.static_range(K.parts):
+        for part in tl.static_range(K_PARTS):
             found = found + (tl.load(base + channel(K, part) + w * K.word, mask=inside, other=0.0),)
     return found
 
@@ -185,15 +190,18 @@ def _scores(
     BLOCK_N: tl.constexpr,
 ):
     """``K @ q`` for one tile, [BLOCK_N, M] float32, scales and zeros included."""
+    K_CHUNKS: tl.constexpr = K.parts // K.fields
+    K_PARTS: tl.constexpr = K.parts
+    K_GROUPS: tl.constexpr = K.groups
     words = ()
-    for c in tl.static_range(K.parts // K.fields):
+    for c in tl.static_range(K_CHUNKS):
         words = words + (_words(k, n0, rows, ok, K, c, False),)
     s = tl.zeros([BLOCK_N, M], tl.float32)
     if K.kind == "channel":
         # sum_d q_d (scale_d c_d + zero_d): the scale goes into the query, the zero is one more row of keys, the same for the whole group.
         zeros = _group_zeros(k_zero, n0 // K.group, K)
         z = tl.zeros([16, M], tl.float32)
-        for part in tl.static_range(K.parts):
+        for part in tl.static_range(K_PARTS):
             c = _field(words[part // K.fields], K, part, K.fast, K.dot, K.lift, 0)
             scaled = q[part] * ks[part].to(K.dot)[:, None]
             if lifted(part, K.bits, K.lift):
@@ -210,16 +218,16 @@ def _scores(
         else:
             row = tl.load(k_table + (n0 + rows).to(tl.int64) * table_n, mask=ok, other=0)
         good = ok[:, None] & (w < K.width)[None, :]
-        for part in tl.static_range(K.parts):
+        for part in tl.static_range(K_PARTS):
             at = row.to(tl.int64)[:, None] * K.scale_row + (channel(K, part) + w * K.word)[None, :]
             scale = tl.load(k_scale + at, mask=good, other=0.0).to(tl.float32)
             zero = tl.load(k_zero + at, mask=good, other=0.0).to(tl.float32)
             c = _field(words[part // K.fields], K, part, False, tl.float32, False, 0)
             s = tl.dot((c * scale + zero).to(K.dot), q[part], s, input_precision=PRECISION)
     elif K.kind == "token":
-        for g in tl.static_range(K.groups):
+        for g in tl.static_range(K_GROUPS):
             d = tl.zeros([BLOCK_N, M], tl.float32) - q_lift[g][None, :]
-            for part in tl.static_range(K.parts):
+            for part in tl.static_range(K_PARTS):
                 if group_of(K, part) == g:
                     c = _field(words[part // K.fields], K, part, K.fast, K.dot, K.lift, 0)
                     d = tl.dot(c, q[part] * (1.0 / gain(part, K.bits, K.lift)), d, input_precision=PRECISION)
@@ -232,6 +240,9 @@ def _scores(
 @triton.jit
 def _values(n0, rows, ok, v, p, alpha, acc, z, e, vs, vz, V: tl.constexpr):
     """Add one tile's ``V.T @ p`` to what came before, ``acc`` and ``z``, which first shrink by ``alpha``."""
+    V_GROUPS: tl.constexpr = V.groups
+    V_CHUNKS: tl.constexpr = V.parts // V.fields
+    V_PARTS: tl.constexpr = V.parts
     MIDDLE: tl.constexpr = 2 ** (V.bits - 1)
     weights = ()
     shrink = alpha
@@ -242,14 +253,14 @@ def _values(n0, rows, ok, v, p, alpha, acc, z, e, vs, vz, V: tl.constexpr):
         if V.half:
             # Probability x scale must stay inside float16: it is divided by the power of two above the largest scale seen so far.
             top = vs[0]
-            for g in tl.static_range(1, V.groups):
+            for g in tl.static_range(1, V_GROUPS):
                 top = tl.maximum(top, vs[g])
             e_new = tl.maximum(e, tl.max(top, 0).to(tl.float32).to(tl.int32, bitcast=True) >> 23)
             inverse = ((254 - e_new) << 23).to(tl.float32, bitcast=True)
             shrink = alpha * tl.exp2((e - e_new).to(tl.float32))
             e = e_new
         new_z = ()
-        for g in tl.static_range(V.groups):
+        for g in tl.static_range(V_GROUPS):
             # Codes are taken from the middle of their range, whose value is in z: so their sums stay small and keep their digits.
             scale = vs[g].to(tl.float32)
             middle = vz[g].to(tl.float32) + scale * MIDDLE
@@ -257,10 +268,10 @@ def _values(n0, rows, ok, v, p, alpha, acc, z, e, vs, vz, V: tl.constexpr):
             weights = weights + ((p * (scale * inverse)[:, None]).to(V.dot),)
         z = new_z
     words = ()
-    for c in tl.static_range(V.parts // V.fields):
+    for c in tl.static_range(V_CHUNKS):
         words = words + (_words(v, n0, rows, ok, V, c, True),)
     new_acc = ()
-    for part in tl.static_range(V.parts):
+    for part in tl.static_range(V_PARTS):
         c = _field(words[part // V.fields], V, part, V.fast, V.dot, False, MIDDLE)
         new_acc = new_acc + (tl.dot(c, weights[group_of(V, part)], acc[part] * shrink[None, :], input_precision=PRECISION),)
     return new_acc, z, e
@@ -275,13 +286,17 @@ def _attend(
 
     WHOLE: ``hi - lo`` is a multiple of BLOCK_N, so no tile needs masks.
     """
+    K_PARTS: tl.constexpr = K.parts
+    K_GROUPS: tl.constexpr = K.groups
+    V_PARTS: tl.constexpr = V.parts
+    V_GROUPS: tl.constexpr = V.groups
     rows = tl.arange(0, BLOCK_N)
 
     # The query, one tensor a part. Against codes in float16 it is first divided by a power of two (exact), so that no product overflows.
     w = tl.arange(0, K.padded)
     top = tl.zeros([M], tl.float32)
     q32 = ()
-    for part in tl.static_range(K.parts):
+    for part in tl.static_range(K_PARTS):
         x = tl.load(
             q_base[None, :] + (channel(K, part) + w * K.word)[:, None], mask=live[None, :] & (w < K.width)[:, None], other=0.0
         )
@@ -294,15 +309,15 @@ def _attend(
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         unit = unit * (exponent << 23).to(tl.float32, bitcast=True)
     q = ()
-    for part in tl.static_range(K.parts):
+    for part in tl.static_range(K_PARTS):
         q = q + ((q32[part] * inverse[None, :]).to(K.dot),)
     q_sum = ()
     q_lift = ()
     if K.kind == "token":
-        for g in tl.static_range(K.groups):
+        for g in tl.static_range(K_GROUPS):
             total = tl.zeros([M], tl.float32)
             lift = tl.zeros([M], tl.float32)
-            for part in tl.static_range(K.parts):
+            for part in tl.static_range(K_PARTS):
                 if group_of(K, part) == g:
                     part_sum = tl.sum(q[part].to(tl.float32), 0)
                     total += part_sum
@@ -315,11 +330,11 @@ def _attend(
     l = tl.zeros([M], tl.float32)
     e = 0
     acc = ()
-    for _ in tl.static_range(V.parts):
+    for _ in tl.static_range(V_PARTS):
         acc = acc + (tl.zeros([V.padded, M], tl.float32),)
     z = ()
     if V.kind == "token":
-        for _ in tl.static_range(V.groups):
+        for _ in tl.static_range(V_GROUPS):
             z = z + (tl.zeros([M], tl.float32),)
 
     ks, kz, vs, vz = _fetch(lo, hi, rows, k_scale, k_zero, v_scale, v_zero, K, V, WHOLE)
@@ -351,7 +366,7 @@ def _attend(
     if V.kind == "token" and V.half:
         unit_v = (e << 23).to(tl.float32, bitcast=True)
     w = tl.arange(0, V.padded)
-    for part in tl.static_range(V.parts):
+    for part in tl.static_range(V_PARTS):
         x = acc[part] * unit_v
         if V.kind == "token":
             x += z[group_of(V, part)][None, :]

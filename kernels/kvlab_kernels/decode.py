@@ -206,7 +206,7 @@ def plan(
         *key.scale_strides, *(table.stride() if table is not None else (0, 0, 0)), *value.scale_strides,
         *(tail_k.strides if tail_k else (0, 0)), *(tail_v.strides if tail_v else (0, 0)), *(bias.stride() if bias is not None else (0, 0, 0, 0)), n,
     )  # fmt: skip
-    split_constants = dict(
+    split_constants: dict[str, object] = dict(
         K=key.reading, V=value.reading, TK=tail_k.reading if tail_k else None, TV=tail_v.reading if tail_v else None,
         D=dim, Q=queries, M=columns, BLOCK_N=block_n, STAGES=settings.num_stages, SOFTCAP=softcap is not None,
         WHOLE=length is None and counted % block_n == 0,
