@@ -20,7 +20,7 @@ CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help lab test lint unit notebooks-test browser notebooks gpu nightly clean
+.PHONY: help lab test lint unit kernels-test notebooks-test browser notebooks gpu nightly clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -33,6 +33,7 @@ lab: $(VENV)/.lab $(VENV)/.model
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory kernels-test
 	@$(MAKE) --no-print-directory notebooks-test
 	@$(MAKE) --no-print-directory browser
 
@@ -43,7 +44,11 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 unit: $(VENV)/.test $(VENV)/.model
-	$(PY) -m pytest -q tests --ignore=tests/browser
+	$(PY) -m pytest -q tests --ignore=tests/browser --ignore=tests/kernels
+
+# A process of their own: Triton reads at its first import whether to interpret.
+kernels-test: $(VENV)/.test
+	$(PY) -m pytest -q tests/kernels
 
 # The cells of every notebook run; outputs are compared where a cell asks for it (tag nbval-check-output).
 notebooks-test: $(VENV)/.test
