@@ -48,7 +48,7 @@ unit: $(VENV)/.test $(VENV)/.model
 
 # A process of their own: Triton reads at its first import whether to interpret.
 kernels-test: $(VENV)/.test
-	$(PY) -m pytest -q tests/kernels
+	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels
 
 # The cells of every notebook run; outputs are compared where a cell asks for it (tag nbval-check-output).
 notebooks-test: $(VENV)/.test
