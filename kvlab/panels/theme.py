@@ -12,7 +12,7 @@ CSS = f"""<style>
   --paper: var(--jp-layout-color1, #fff); --wash: var(--jp-layout-color2, #f5f5f5); --danger: #b34700;
   display: block; width: 100%; overflow: visible; color: var(--ink); font-size: 13px; container-type: inline-size; }}
 {_DARK} {{ --danger: #ff9a5c; }}
-.kvlab .widget-html-content {{ line-height: 1.4; overflow: visible; }}
+.kvlab .widget-html-content {{ line-height: 1.4; overflow: visible; min-width: 0; max-width: 100%; }}
 .kvlab .widget-html {{ height: auto; margin: 0; }}
 .kvlab-bar {{ display: flex; flex-flow: row wrap; gap: 4px 10px; align-items: center; padding: 4px 0 8px; overflow: visible; }}
 .kvlab-bar > * {{ margin: 0; flex: 0 0 auto; }}
@@ -78,6 +78,8 @@ CSS = f"""<style>
 @container (max-width: 860px) {{
   .kvlab-side {{ max-width: none; flex-basis: 100%; }}
   .kvlab-figures {{ flex-basis: 100%; grid-template-columns: minmax(0, 1fr); }}
+  .kvlab-table th, .kvlab-table td {{ padding: 3px 3px; font-size: 11px; white-space: normal; }}
+  .kvlab-table td:first-child, .kvlab-table th:first-child {{ min-width: 96px; overflow-wrap: anywhere; }}
 }}
 .kvlab .js-plotly-plot .main-svg {{ background: transparent !important; }}
 .kvlab .js-plotly-plot .bglayer .bg {{ fill: transparent !important; fill-opacity: 0 !important; }}
@@ -87,6 +89,8 @@ CSS = f"""<style>
 {_DARK} .js-plotly-plot .gridlayer path {{ stroke: #454545 !important; }}
 {_DARK} .js-plotly-plot path[style*="stroke: rgb(34, 34, 34)"] {{ stroke: #e0e0e0 !important; }}
 {_DARK} .js-plotly-plot path[style*="fill: rgb(34, 34, 34)"] {{ fill: #e0e0e0 !important; }}
-{_DARK} .kvlab-legend i[style*="{style.INK}"] {{ background: #e0e0e0 !important; border-color: #e0e0e0 !important; }}
+{_DARK} .kvlab-legend i[style*="background:{style.INK}"] {{ background: #e0e0e0 !important; }}
+{_DARK} .kvlab-legend i[style*="solid {style.INK}"], {_DARK} .kvlab-legend i[style*="dashed {style.INK}"],
+{_DARK} .kvlab-legend i[style*="dotted {style.INK}"] {{ border-color: #e0e0e0 !important; }}
 {_DARK} .js-plotly-plot .modebar-group {{ background: transparent !important; }}
 </style>"""

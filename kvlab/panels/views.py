@@ -239,7 +239,7 @@ class SaysCard(Card):
         self.needle.value = f"{verdict} &nbsp;“The secret pass key for Alice is” → “{said}” (key: {hidden.key})"
 
 
-HEADS = ("cache", "of 16-bit", "high water", "first token", "per token", "perplexity", "KL (nats)", "same next token", "needle")
+HEADS = ("cache", "of 16-bit", "high water", "first token", "per token", "perplexity", "KL (nats)", "agreement", "needle")
 
 
 class TableCard(Card):
@@ -291,7 +291,10 @@ def _cells(label: str, row: Row) -> list[str]:
 
 def _table_row(label: str, row: Row) -> str:
     name = "cache" if label == "full" else html.escape(str(row.strategy))
-    cells = [f'<td class="kvlab-lost">{cell}</td>' if cell == "lost" else f"<td>{cell}</td>" for cell in _cells(label, row)]
+    numbers = [
+        cell.replace(" ", "\u00a0").replace("\u00a0(", " (") for cell in _cells(label, row)
+    ]  # a unit stays with its number
+    cells = [f'<td class="kvlab-lost">{cell}</td>' if cell == "lost" else f"<td>{cell}</td>" for cell in numbers]
     return f"<tr><td><b>{label}</b> {name}</td>{''.join(cells)}</tr>"
 
 

@@ -234,5 +234,7 @@ def test_it_can_be_read_in_the_dark_and_in_a_narrow_window(panel: Panel) -> None
     boxes = [panel.card(title).bounding_box() for title in ("memory", "attention", "quality along the text", "numbers")]
     assert len({round(box["x"]) for box in boxes}) == 1  # one column
     assert all(box["x"] + box["width"] <= 800 for box in boxes)
+    last = panel.card("numbers").locator("th").last.bounding_box()
+    assert last["x"] + last["width"] <= boxes[-1]["x"] + boxes[-1]["width"]  # the table is not cut off
     panel.shot("6-narrow")
     assert page.faults == []
