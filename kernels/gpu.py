@@ -344,26 +344,23 @@ def run_workers(quick: bool, seconds: float) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{i}.jsonl") for i in range(count)]
         deadline = time.time() + seconds
-        processes = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--worker", f"{i},{count},0,{file},{deadline},{int(quick)}"],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for i, file in enumerate(files)
-        ]
+        logs = [file.with_suffix(".log") for file in files]
+        processes = []
+        for i, (file, log) in enumerate(zip(files, logs)):
+            command = [sys.executable, __file__, "--worker", f"{i},{count},0,{file},{deadline},{int(quick)}"]
+            with log.open("w") as errors:
+                processes.append(subprocess.Popen(command, stderr=errors))
         rows = []
-        for i, (process, file) in enumerate(zip(processes, files)):
+        for i, (process, file, log) in enumerate(zip(processes, files, logs)):
             try:
-                _, errors = process.communicate(timeout=max(1.0, deadline + 20 - time.time()))
+                process.wait(timeout=max(1.0, deadline + 20 - time.time()))
             except subprocess.TimeoutExpired:
                 process.kill()
-                _, errors = process.communicate()
-                errors = "stopped: a task took too long\n" + errors
+                process.wait()
             if file.exists():
                 rows += [json.loads(line) for line in file.read_text().splitlines()]
             if process.returncode:
-                rows.append({"name": f"worker {i}", "ok": False, "traceback": errors[-4000:]})
+                rows.append({"name": f"worker {i}", "ok": False, "traceback": f"exit code {process.returncode}\n{log.read_text()[-4000:]}"})
     return rows
 
 

@@ -3,13 +3,15 @@
 Shapes inside a program (one batch row, one KV head, one range of tokens)::
 
     words   [BLOCK_N, W]   a tile of the cache; a word is one or two bytes of codes, or one dense element
-    fields  codes of a word: word >> shift & mask; field f of chunk c is "part" c * FIELDS + f, a strided set of channels
+    fields  codes of a word: word >> shift & mask; field f of chunk c is "part" c * fields + f, a strided set of channels
     q       [W, M]         one tensor a part; M = query heads of the group x queries, padded (8 is the width of an MMA)
     scores  [BLOCK_N, M] = sum over parts of field @ q[part]
     acc     [W, M]         one tensor a part: field.T @ probabilities
 
 The cache is the *left* operand of both products. The few queries are then padded to 8 columns, not to 16 rows, and the codes
 go from shared memory to the registers of the tensor cores as 16-bit words, where they are unpacked two at a time.
+
+``K`` and ``V`` are :class:`kvlab_kernels.decode.Reading`: compile-time constants that say how a cache is read.
 """
 
 from __future__ import annotations
@@ -24,32 +26,32 @@ PRECISION = tl.constexpr("tf32x3")
 
 
 @triton.constexpr_function
-def part_count(head_dim, bits, word, chunk):
-    """How many parts a row of codes has: chunks of ``chunk`` bytes x fields of a word of ``word`` bytes."""
-    return head_dim * bits // 8 // chunk * (8 * word // bits)
+def channel(x, part):
+    """The first channel of a part; the next ones follow at steps of ``x.word``. See :mod:`kvlab_kernels.layout`."""
+    chunk, field = divmod(part, x.fields)
+    return field * x.bits % 8 // x.bits * x.plane + chunk * x.chunk + field * x.bits // 8
 
 
 @triton.constexpr_function
-def part_channel(part, head_dim, bits, word, chunk):
-    """The first channel of a part; the next ones follow at steps of ``word``. See :mod:`kvlab_kernels.layout`."""
-    chunk_index, field = divmod(part, 8 * word // bits)
-    return field * bits % 8 // bits * (head_dim * bits // 8) + chunk_index * chunk + field * bits // 8
+def group_of(x, part):
+    """The scale group that holds a part, where groups lie along the head dim."""
+    return channel(x, part) // x.group
 
 
 @triton.constexpr_function
-def lifted(part, bits, word, half):
+def lifted(part, bits, lift):
     """Whether a part of the keys is multiplied as it is unpacked, ``1024 + c * 2**low``, and the 1024 is taken off the score.
 
-    Only in float16, and only where 1024 is at most four times the range of the codes: more would cost precision. Not for values: over
-    thousands of tokens the 1024 would drown in the rounding of the sum what the codes have to say.
+    Only where 1024 is at most four times the range of the codes: more would cost precision. Not for values: over thousands
+    of tokens the 1024 would drown in the rounding of the sum what the codes have to say.
     """
-    return half and word == 2 and 1024 >> part % (16 // bits) * bits % 8 <= 4 << bits
+    return lift and 1024 >> part * bits % 8 <= 4 << bits
 
 
 @triton.constexpr_function
-def gain(part, bits, word, half):
-    """What a part's codes are multiplied by: ``2**low``, the place of the lowest bit in its byte, or 1."""
-    return 2.0 ** (part % (16 // bits) * bits % 8) if lifted(part, bits, word, half) else 1.0
+def gain(part, bits, lift):
+    """What a part's codes are multiplied by: ``2**low``, the place of their lowest bit in its byte, or 1 if they are not lifted."""
+    return 2.0 ** (part * bits % 8) if lifted(part, bits, lift) else 1.0
 
 
 @triton.constexpr_function
@@ -68,7 +70,7 @@ def unpack_asm(part, bits, lift, middle):
         body = "shr.b32 t, $1, 8; " + body.replace("$1", "t")
     scale = ((15 - low) << 10) * 0x10001  # 2**-low, twice in float16
     offset = (0x8000 | (25 - low) << 10 | middle << low) * 0x10001  # -(2**(10 - low) + middle)
-    if lifted(part, bits, 2, lift):
+    if lifted(part, bits, lift):
         body += " mov.b32 $0, t;"
     elif low == 0:
         body += f" mov.b32 u, {offset:#x}; add.rn.f16x2 $0, t, u;"
@@ -79,128 +81,93 @@ def unpack_asm(part, bits, lift, middle):
 
 @triton.jit
 def _field(
-    words,
-    PART: tl.constexpr,
-    BITS: tl.constexpr,
-    WORD: tl.constexpr,
-    CODES: tl.constexpr,
-    FAST: tl.constexpr,
-    DOT: tl.constexpr,
-    LIFT: tl.constexpr,
-    MIDDLE: tl.constexpr,
+    words, X: tl.constexpr, PART: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, LIFT: tl.constexpr, MIDDLE: tl.constexpr
 ):
     """The values of one part of a tile, exact in DOT: codes as integers (lifted, or less MIDDLE), dense elements as they are."""
-    if not CODES:
+    if X.kind == "dense":
         return words.to(DOT)
     elif FAST:
-        asm: tl.constexpr = unpack_asm(PART, BITS, LIFT, MIDDLE)
+        asm: tl.constexpr = unpack_asm(PART, X.bits, LIFT, MIDDLE)
         return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        c = ((words.to(tl.int32) >> PART % (8 * WORD // BITS) * BITS) & (2**BITS - 1)).to(tl.float32)
-        if lifted(PART, BITS, WORD, LIFT):
-            c = c * gain(PART, BITS, WORD, LIFT) + 1024.0
+        c = ((words.to(tl.int32) >> PART % X.fields * X.bits) & (2**X.bits - 1)).to(tl.float32)
+        if lifted(PART, X.bits, LIFT):
+            c = c * gain(PART, X.bits, LIFT) + 1024.0
         return (c - MIDDLE).to(DOT)
 
 
 @triton.jit
-def _words(
-    base, rows, n0, ok, CHUNK_AT: tl.constexpr, ROW: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, TRANSPOSED: tl.constexpr
-):
-    """One chunk of a tile: [BLOCK_N, WP], or [WP, BLOCK_N] if TRANSPOSED."""
-    w = tl.arange(0, WP)
+def _words(base, n0, rows, ok, X: tl.constexpr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """One chunk of a tile: [BLOCK_N, X.padded], or [X.padded, BLOCK_N] if TRANSPOSED."""
+    w = tl.arange(0, X.padded)
     # The start of the tile is 64-bit, the way inside it 32-bit: caches of more than 2**31 elements are real.
-    tile = base + (n0 + tl.zeros([], tl.int64)) * ROW + CHUNK_AT
+    tile = base + (n0 + tl.zeros([], tl.int64)) * X.row + CHUNK * X.width
     if TRANSPOSED:
-        at = tile + rows[None, :] * ROW + w[:, None]
-        inside = (w < W)[:, None]
+        at = tile + rows[None, :] * X.row + w[:, None]
+        inside = (w < X.width)[:, None]
         good = ok[None, :]
     else:
-        at = tile + rows[:, None] * ROW + w[None, :]
-        inside = (w < W)[None, :]
+        at = tile + rows[:, None] * X.row + w[None, :]
+        inside = (w < X.width)[None, :]
         good = ok[:, None]
-    if W < WP:
+    if X.width < X.padded:
         good = good & inside
     return tl.load(at, mask=good, other=0)
 
 
 @triton.jit
-def _fetch(
-    n0,
-    hi,
-    rows,
-    k_scale,
-    k_zero,
-    v_scale,
-    v_zero,
-    ks_row,
-    vs_row,
-    D: tl.constexpr,
-    K_KIND: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_WORD: tl.constexpr,
-    K_CHUNK: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    KP: tl.constexpr,
-    V_KIND: tl.constexpr,
-    V_GROUP: tl.constexpr,
-):
+def _per_token(base, n0, rows, ok, X: tl.constexpr, G: tl.constexpr):
+    """Column G of the scales or zeros of a tile's tokens, [BLOCK_N]."""
+    return tl.load(base + (n0 + rows).to(tl.int64) * X.scale_row + G, mask=ok, other=0.0)
+
+
+@triton.jit
+def _fetch(n0, hi, rows, k_scale, k_zero, v_scale, v_zero, K: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
     """The scales and zeros of the tile at ``n0``, asked for one tile ahead of their use."""
+    K_PARTS: tl.constexpr = K.parts
+    K_GROUPS: tl.constexpr = K.groups
+    V_GROUPS: tl.constexpr = V.groups
     ks = ()
     kz = ()
     vs = ()
     vz = ()
-    ok = n0 + rows < hi
-    if K_KIND == "channel":
-        w = tl.arange(0, KP)
-        row = (n0 // K_GROUP + tl.zeros([], tl.int64)) * ks_row
-        good = (w < K_CHUNK // K_WORD) & (n0 < hi)
-        for part in tl.static_range(part_count(D, K_BITS, K_WORD, K_CHUNK)):
-            at = row + part_channel(part, D, K_BITS, K_WORD, K_CHUNK) + w * K_WORD
-            ks = ks + (tl.load(k_scale + at, mask=good, other=0.0),)
-    if K_KIND == "token":
-        for g in tl.static_range(D // K_GROUP):
-            at = (n0 + rows).to(tl.int64) * ks_row + g
-            ks = ks + (tl.load(k_scale + at, mask=ok, other=0.0),)
-            kz = kz + (tl.load(k_zero + at, mask=ok, other=0.0),)
-    if V_KIND == "token":
-        for g in tl.static_range(D // V_GROUP):
-            at = (n0 + rows).to(tl.int64) * vs_row + g
-            vs = vs + (tl.load(v_scale + at, mask=ok, other=0.0),)
-            vz = vz + (tl.load(v_zero + at, mask=ok, other=0.0),)
+    ok = (rows * 0 + n0 if WHOLE else rows + n0) < hi
+    if K.kind == "channel":
+        w = tl.arange(0, K.padded)
+        row = k_scale + (n0 // K.group + tl.zeros([], tl.int64)) * K.scale_row
+        for part in tl.static_range(K_PARTS):
+            ks = ks + (tl.load(row + channel(K, part) + w * K.word, mask=(w < K.width) & (n0 < hi), other=0.0),)
+    if K.kind == "token":
+        for g in tl.static_range(K_GROUPS):
+            ks = ks + (_per_token(k_scale, n0, rows, ok, K, g),)
+            kz = kz + (_per_token(k_zero, n0, rows, ok, K, g),)
+    if V.kind == "token":
+        for g in tl.static_range(V_GROUPS):
+            vs = vs + (_per_token(v_scale, n0, rows, ok, V, g),)
+            vz = vz + (_per_token(v_zero, n0, rows, ok, V, g),)
     return ks, kz, vs, vz
 
 
 @triton.jit
-def _group_row(
-    k_zero,
-    row,
-    row_stride,
-    D: tl.constexpr,
-    BITS: tl.constexpr,
-    WORD: tl.constexpr,
-    CHUNK: tl.constexpr,
-    KP: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """The zeros of one group, a tensor a part. As pairs of float16, which are 32 bits and so come by asynchronous copies."""
-    w = tl.arange(0, KP)
-    inside = w < CHUNK // WORD
-    base = k_zero + (row + tl.zeros([], tl.int64)) * row_stride
-    parts = ()
-    if PAIRS:
-        base = base.to(tl.pointer_type(tl.int32))
-        for plane in tl.static_range(8 // BITS):
-            pair = tl.load(base + part_channel(plane, D, BITS, 1, CHUNK) // 2 + w, mask=inside, other=0)
-            parts = parts + (pair,)
-        halves = ()
-        for part in tl.static_range(16 // BITS):
-            half = parts[part * BITS % 8 // BITS] >> (part * BITS // 8 * 16)
-            halves = halves + (half.to(tl.int16).to(tl.float16, bitcast=True),)
-        return halves
+def _group_zeros(k_zero, group, K: tl.constexpr):
+    """The zeros of one channel group, a tensor a part. As pairs of float16, which are 32 bits and so come by asynchronous copies."""
+    K_PLANES: tl.constexpr = K.fields // 2
+    K_PARTS: tl.constexpr = K.parts
+    w = tl.arange(0, K.padded)
+    inside = w < K.width
+    base = k_zero + (group + tl.zeros([], tl.int64)) * K.scale_row
+    found = ()
+    if K.pairs:
+        pairs = ()
+        for plane in tl.static_range(K_PLANES):
+            pairs = pairs + (tl.load(base.to(tl.pointer_type(tl.int32)) + plane * K.plane // 2 + w, mask=inside, other=0),)
+        for part in tl.static_range(K_PARTS):
+            half = pairs[part * K.bits % 8 // K.bits] >> part * K.bits // 8 * 16
+            found = found + (half.to(tl.int16).to(tl.float16, bitcast=True),)
     else:
-        for part in tl.static_range(part_count(D, BITS, WORD, CHUNK)):
-            parts = parts + (tl.load(base + part_channel(part, D, BITS, WORD, CHUNK) + w * WORD, mask=inside, other=0.0),)
-        return parts
+        for part in tl.static_range(K_PARTS):
+            found = found + (tl.load(base + channel(K, part) + w * K.word, mask=inside, other=0.0),)
+    return found
 
 
 @triton.jit
@@ -212,515 +179,222 @@ def _scores(
     k_scale,
     k_zero,
     k_table,
-    ks_row,
-    kt_row,
+    table_n,
     q,
     q_sum,
     q_lift,
     ks,
     kz,
-    D: tl.constexpr,
+    K: tl.constexpr,
     M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    K_KIND: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_WORD: tl.constexpr,
-    K_CHUNK: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    K_ROW: tl.constexpr,
-    KP: tl.constexpr,
-    K_DOT: tl.constexpr,
-    FAST: tl.constexpr,
-    K_PAIRS: tl.constexpr,
 ):
     """``K @ q`` for one tile, [BLOCK_N, M] float32, scales and zeros included."""
-    W: tl.constexpr = K_CHUNK // K_WORD
-    FIELDS: tl.constexpr = 8 * K_WORD // K_BITS
-    PARTS: tl.constexpr = part_count(D, K_BITS, K_WORD, K_CHUNK)
-    CODES: tl.constexpr = K_KIND != "dense"
-    LIFT: tl.constexpr = K_DOT == tl.float16
+    K_CHUNKS: tl.constexpr = K.parts // K.fields
+    KP: tl.constexpr = K.padded
+    K_PARTS: tl.constexpr = K.parts
+    K_GROUPS: tl.constexpr = K.groups
     words = ()
-    for c in tl.static_range(PARTS // FIELDS):
-        words = words + (_words(k, rows, n0, ok, c * W, K_ROW, W, KP, False),)
+    for c in tl.static_range(K_CHUNKS):
+        words = words + (_words(k, n0, rows, ok, K, c, False),)
     s = tl.zeros([BLOCK_N, M], tl.float32)
-    if K_KIND == "channel":
+    if K.kind == "channel":
         # sum_d q_d (scale_d c_d + zero_d): the scale goes into the query, the zero is one more row of keys, the same for the whole group.
-        zeros = _group_row(k_zero, n0 // K_GROUP, ks_row, D, K_BITS, K_WORD, K_CHUNK, KP, K_PAIRS)
+        zeros = _group_zeros(k_zero, n0 // K.group, K)
         z = tl.zeros([16, M], tl.float32)
-        for part in tl.static_range(PARTS):
-            c = _field(words[part // FIELDS], part, K_BITS, K_WORD, CODES, FAST, K_DOT, LIFT, 0)
-            scaled = q[part] * ks[part].to(K_DOT)[:, None]
-            if lifted(part, K_BITS, K_WORD, LIFT):
-                scaled *= 1.0 / gain(part, K_BITS, K_WORD, LIFT)
-                z = tl.dot(tl.full([16, KP], -1024.0, K_DOT), scaled, z)
+        for part in tl.static_range(K_PARTS):
+            c = _field(words[part // K.fields], K, part, K.fast, K.dot, K.lift, 0)
+            scaled = q[part] * ks[part].to(K.dot)[:, None]
+            if lifted(part, K.bits, K.lift):
+                scaled *= 1.0 / gain(part, K.bits, K.lift)
+                z = tl.dot(tl.full([16, KP], -1024.0, K.dot), scaled, z)
             s = tl.dot(c, scaled, s, input_precision=PRECISION)
-            z = tl.dot(tl.broadcast_to(zeros[part].to(K_DOT)[None, :], [16, KP]), q[part], z, input_precision=PRECISION)
+            z = tl.dot(tl.broadcast_to(zeros[part].to(K.dot)[None, :], [16, KP]), q[part], z, input_precision=PRECISION)
         s += tl.max(z, 0)[None, :]
-    elif K_KIND == "rows":
+    elif K.kind == "rows":
         # Groups that eviction has made uneven: every token looks up its own row of scales.
-        w = tl.arange(0, KP)
+        w = tl.arange(0, K.padded)
         if k_table is None:
-            row = (n0 + rows) // K_GROUP
+            row = (n0 + rows) // K.group
         else:
-            row = tl.load(k_table + (n0 + rows) * kt_row, mask=ok, other=0)
-        good = ok[:, None] & (w < W)[None, :]
-        for part in tl.static_range(PARTS):
-            at = row.to(tl.int64)[:, None] * ks_row + part_channel(part, D, K_BITS, K_WORD, K_CHUNK) + (w * K_WORD)[None, :]
+            row = tl.load(k_table + (n0 + rows).to(tl.int64) * table_n, mask=ok, other=0)
+        good = ok[:, None] & (w < K.width)[None, :]
+        for part in tl.static_range(K_PARTS):
+            at = row.to(tl.int64)[:, None] * K.scale_row + (channel(K, part) + w * K.word)[None, :]
             scale = tl.load(k_scale + at, mask=good, other=0.0).to(tl.float32)
             zero = tl.load(k_zero + at, mask=good, other=0.0).to(tl.float32)
-            c = _field(words[part // FIELDS], part, K_BITS, K_WORD, CODES, False, tl.float32, False, 0)
-            s = tl.dot((c * scale + zero).to(K_DOT), q[part], s, input_precision=PRECISION)
-    elif K_KIND == "token":
-        for g in tl.static_range(D // K_GROUP):
+            c = _field(words[part // K.fields], K, part, False, tl.float32, False, 0)
+            s = tl.dot((c * scale + zero).to(K.dot), q[part], s, input_precision=PRECISION)
+    elif K.kind == "token":
+        for g in tl.static_range(K_GROUPS):
             d = tl.zeros([BLOCK_N, M], tl.float32) - q_lift[g][None, :]
-            for part in tl.static_range(PARTS):
-                if part_channel(part, D, K_BITS, K_WORD, K_CHUNK) // K_GROUP == g:
-                    c = _field(words[part // FIELDS], part, K_BITS, K_WORD, CODES, FAST, K_DOT, LIFT, 0)
-                    d = tl.dot(c, q[part] * (1.0 / gain(part, K_BITS, K_WORD, LIFT)), d, input_precision=PRECISION)
+            for part in tl.static_range(K_PARTS):
+                if group_of(K, part) == g:
+                    c = _field(words[part // K.fields], K, part, K.fast, K.dot, K.lift, 0)
+                    d = tl.dot(c, q[part] * (1.0 / gain(part, K.bits, K.lift)), d, input_precision=PRECISION)
             s += d * ks[g].to(tl.float32)[:, None] + kz[g].to(tl.float32)[:, None] * q_sum[g][None, :]
     else:
-        s = tl.dot(_field(words[0], 0, K_BITS, K_WORD, CODES, FAST, K_DOT, LIFT, 0), q[0], s, input_precision=PRECISION)
+        s = tl.dot(_field(words[0], K, 0, False, K.dot, False, 0), q[0], s, input_precision=PRECISION)
     return s
 
 
 @triton.jit
-def _tile(
-    n0,
-    hi,
-    rows,
-    k,
-    v,
-    k_scale,
-    k_zero,
-    k_table,
-    ks_row,
-    kt_row,
-    bias,
-    bias_n,
-    cap,
-    q,
-    q_sum,
-    q_lift,
-    unit,
-    m,
-    l,
-    acc,
-    z,
-    e,
-    ks,
-    kz,
-    vs,
-    vz,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    K_KIND: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_WORD: tl.constexpr,
-    K_CHUNK: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    K_ROW: tl.constexpr,
-    KP: tl.constexpr,
-    K_DOT: tl.constexpr,
-    K_FAST: tl.constexpr,
-    K_PAIRS: tl.constexpr,
-    V_KIND: tl.constexpr,
-    V_BITS: tl.constexpr,
-    V_WORD: tl.constexpr,
-    V_CHUNK: tl.constexpr,
-    V_GROUP: tl.constexpr,
-    V_ROW: tl.constexpr,
-    VP: tl.constexpr,
-    V_DOT: tl.constexpr,
-    V_FAST: tl.constexpr,
-):
-    """One step of the online softmax: the tile of keys and values that starts at token ``n0``."""
-    ok = n0 + rows < hi
-    s = _scores(
-        n0,
-        rows,
-        ok,
-        k,
-        k_scale,
-        k_zero,
-        k_table,
-        ks_row,
-        kt_row,
-        q,
-        q_sum,
-        q_lift,
-        ks,
-        kz,
-        D,
-        M,
-        BLOCK_N,
-        K_KIND,
-        K_BITS,
-        K_WORD,
-        K_CHUNK,
-        K_GROUP,
-        K_ROW,
-        KP,
-        K_DOT,
-        K_FAST,
-        K_PAIRS,
-    )
-    s = s * unit[None, :]
-    if SOFTCAP:
-        t = tl.exp2(tl.abs(s) * (-2.0 * LOG2E / cap))
-        s = tl.where(s < 0, -LOG2E, LOG2E) * cap * ((1.0 - t) / (1.0 + t))
-    if bias is not None:
-        at = bias + (n0 + rows).to(tl.int64)[:, None] * bias_n
-        s += tl.load(at, mask=ok[:, None], other=0.0).to(tl.float32) * LOG2E
-    s = tl.where(ok[:, None], s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, 0))
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a block in which nothing may be seen: exp2(-inf), not exp2(nan)
-    p = tl.exp2(s - m_safe[None, :])
-    alpha = tl.exp2(m - m_safe)
-    l = l * alpha + tl.sum(p, 0)
-
-    W: tl.constexpr = V_CHUNK // V_WORD
-    FIELDS: tl.constexpr = 8 * V_WORD // V_BITS
-    PARTS: tl.constexpr = part_count(D, V_BITS, V_WORD, V_CHUNK)
-    CODES: tl.constexpr = V_KIND != "dense"
-    MIDDLE: tl.constexpr = 2 ** (V_BITS - 1)
-    shrink = alpha
+def _values(n0, rows, ok, v, p, alpha, acc, z, e, vs, vz, V: tl.constexpr):
+    """Add one tile's ``V.T @ p`` to what came before, ``acc`` and ``z``, which first shrink by ``alpha``."""
+    V_GROUPS: tl.constexpr = V.groups
+    V_CHUNKS: tl.constexpr = V.parts // V.fields
+    V_PARTS: tl.constexpr = V.parts
+    MIDDLE: tl.constexpr = 2 ** (V.bits - 1)
     weights = ()
-    if CODES:
-        new_z = ()
+    shrink = alpha
+    if V.kind == "dense":
+        weights = weights + (p.to(V.dot),)
+    else:
         inverse = 1.0
-        if V_DOT == tl.float16:
+        if V.half:
             # Probability x scale must stay inside float16: it is divided by the power of two above the largest scale seen so far.
             top = vs[0]
-            for g in tl.static_range(1, D // V_GROUP):
+            for g in tl.static_range(1, V_GROUPS):
                 top = tl.maximum(top, vs[g])
             e_new = tl.maximum(e, tl.max(top, 0).to(tl.float32).to(tl.int32, bitcast=True) >> 23)
             inverse = ((254 - e_new) << 23).to(tl.float32, bitcast=True)
             shrink = alpha * tl.exp2((e - e_new).to(tl.float32))
             e = e_new
-        for g in tl.static_range(D // V_GROUP):
+        new_z = ()
+        for g in tl.static_range(V_GROUPS):
             # Codes are taken from the middle of their range, whose value is in z: so their sums stay small and keep their digits.
             scale = vs[g].to(tl.float32)
             middle = vz[g].to(tl.float32) + scale * MIDDLE
             new_z = new_z + (z[g] * alpha + tl.sum(p * middle[:, None], 0),)
-            weights = weights + ((p * (scale * inverse)[:, None]).to(V_DOT),)
+            weights = weights + ((p * (scale * inverse)[:, None]).to(V.dot),)
         z = new_z
-    else:
-        weights = weights + (p.to(V_DOT),)
     words = ()
-    for c in tl.static_range(PARTS // FIELDS):
-        words = words + (_words(v, rows, n0, ok, c * W, V_ROW, W, VP, True),)
+    for c in tl.static_range(V_CHUNKS):
+        words = words + (_words(v, n0, rows, ok, V, c, True),)
     new_acc = ()
-    for part in tl.static_range(PARTS):
-        c = _field(words[part // FIELDS], part, V_BITS, V_WORD, CODES, V_FAST, V_DOT, False, MIDDLE)
-        new_acc = new_acc + (
-            tl.dot(
-                c,
-                weights[part_channel(part, D, V_BITS, V_WORD, V_CHUNK) // V_GROUP],
-                acc[part] * shrink[None, :],
-                input_precision=PRECISION,
-            ),
-        )
-    return m_new, l, new_acc, z, e
+    for part in tl.static_range(V_PARTS):
+        c = _field(words[part // V.fields], V, part, V.fast, V.dot, False, MIDDLE)
+        new_acc = new_acc + (tl.dot(c, weights[group_of(V, part)], acc[part] * shrink[None, :], input_precision=PRECISION),)
+    return new_acc, z, e
 
 
 @triton.jit
 def _attend(
-    lo,
-    hi,
-    k,
-    v,
-    k_scale,
-    k_zero,
-    k_table,
-    v_scale,
-    v_zero,
-    ks_row,
-    kt_row,
-    vs_row,
-    bias,
-    bias_n,
-    cap,
-    scaling,
-    q_base,
-    q_d,
-    live,
-    out,
-    lse,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    K_KIND: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_WORD: tl.constexpr,
-    K_CHUNK: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    K_ROW: tl.constexpr,
-    K_DOT: tl.constexpr,
-    K_FAST: tl.constexpr,
-    K_PAIRS: tl.constexpr,
-    V_KIND: tl.constexpr,
-    V_BITS: tl.constexpr,
-    V_WORD: tl.constexpr,
-    V_CHUNK: tl.constexpr,
-    V_GROUP: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_DOT: tl.constexpr,
-    V_FAST: tl.constexpr,
-):
-    """Attention over the tokens ``lo .. hi``, normalised, with its log2-sum-exp, written to ``out`` [M] rows and ``lse`` [M]."""
-    KP: tl.constexpr = max(16, triton.next_power_of_2(K_CHUNK // K_WORD))
-    VP: tl.constexpr = max(16, triton.next_power_of_2(V_CHUNK // V_WORD))
-    K_PARTS: tl.constexpr = part_count(D, K_BITS, K_WORD, K_CHUNK)
-    V_PARTS: tl.constexpr = part_count(D, V_BITS, V_WORD, V_CHUNK)
+    lo, hi, k, v, k_scale, k_zero, k_table, table_n, v_scale, v_zero, bias, bias_n, cap, scaling, q_base, live, out, lse,
+    K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Attention over the tokens ``lo .. hi``, normalised, with its log2-sum-exp, written to ``out`` [M] rows and ``lse`` [M].
+
+    WHOLE: ``hi - lo`` is a multiple of BLOCK_N, so no tile needs masks.
+    """
+    K_PARTS: tl.constexpr = K.parts
+    K_GROUPS: tl.constexpr = K.groups
+    V_PARTS: tl.constexpr = V.parts
+    VP: tl.constexpr = V.padded
+    V_GROUPS: tl.constexpr = V.groups
     rows = tl.arange(0, BLOCK_N)
-    w = tl.arange(0, KP)
 
     # The query, one tensor a part. Against codes in float16 it is first divided by a power of two (exact), so that no product overflows.
+    w = tl.arange(0, K.padded)
     top = tl.zeros([M], tl.float32)
     q32 = ()
     for part in tl.static_range(K_PARTS):
-        at = q_base[None, :] + ((part_channel(part, D, K_BITS, K_WORD, K_CHUNK) + w * K_WORD) * q_d)[:, None]
-        x = tl.load(at, mask=live[None, :] & (w < K_CHUNK // K_WORD)[:, None], other=0.0).to(tl.float32)
-        q32 = q32 + (x,)
-        top = tl.maximum(top, tl.max(tl.abs(x), 0))
-    unit = tl.zeros([M], tl.float32) + scaling
+        x = tl.load(
+            q_base[None, :] + (channel(K, part) + w * K.word)[:, None], mask=live[None, :] & (w < K.width)[:, None], other=0.0
+        )
+        q32 = q32 + (x.to(tl.float32),)
+        top = tl.maximum(top, tl.max(tl.abs(q32[part]), 0))
+    unit = tl.zeros([M], tl.float32) + (scaling if SOFTCAP else scaling * LOG2E)
     inverse = tl.full([M], 1.0, tl.float32)
-    if K_KIND != "dense" and K_DOT == tl.float16:
+    if K.half:
         exponent = top.to(tl.int32, bitcast=True) >> 23
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         unit = unit * (exponent << 23).to(tl.float32, bitcast=True)
-    if not SOFTCAP:
-        unit = unit * LOG2E
     q = ()
+    for part in tl.static_range(K_PARTS):
+        q = q + ((q32[part] * inverse[None, :]).to(K.dot),)
     q_sum = ()
     q_lift = ()
-    for part in tl.static_range(K_PARTS):
-        q = q + ((q32[part] * inverse[None, :]).to(K_DOT),)
-    if K_KIND == "token":
-        for g in tl.static_range(D // K_GROUP):
+    if K.kind == "token":
+        for g in tl.static_range(K_GROUPS):
             total = tl.zeros([M], tl.float32)
             lift = tl.zeros([M], tl.float32)
             for part in tl.static_range(K_PARTS):
-                if part_channel(part, D, K_BITS, K_WORD, K_CHUNK) // K_GROUP == g:
+                if group_of(K, part) == g:
                     part_sum = tl.sum(q[part].to(tl.float32), 0)
                     total += part_sum
-                    if lifted(part, K_BITS, K_WORD, K_DOT == tl.float16):
-                        lift += part_sum * (1024.0 / gain(part, K_BITS, K_WORD, True))
+                    if lifted(part, K.bits, K.lift):
+                        lift += part_sum * (1024.0 / gain(part, K.bits, K.lift))
             q_sum = q_sum + (total,)
             q_lift = q_lift + (lift,)
 
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)
+    e = 0
     acc = ()
     for _ in tl.static_range(V_PARTS):
         acc = acc + (tl.zeros([VP, M], tl.float32),)
     z = ()
-    if V_KIND != "dense":
-        for _ in tl.static_range(D // V_GROUP):
+    if V.kind == "token":
+        for _ in tl.static_range(V_GROUPS):
             z = z + (tl.zeros([M], tl.float32),)
-    e = 0
 
-    ks, kz, vs, vz = _fetch(
-        lo,
-        hi,
-        rows,
-        k_scale,
-        k_zero,
-        v_scale,
-        v_zero,
-        ks_row,
-        vs_row,
-        D,
-        K_KIND,
-        K_BITS,
-        K_WORD,
-        K_CHUNK,
-        K_GROUP,
-        KP,
-        V_KIND,
-        V_GROUP,
-    )
+    ks, kz, vs, vz = _fetch(lo, hi, rows, k_scale, k_zero, v_scale, v_zero, K, V, WHOLE)
     for n0 in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
-        ks1, kz1, vs1, vz1 = _fetch(
-            n0 + BLOCK_N,
-            hi,
-            rows,
-            k_scale,
-            k_zero,
-            v_scale,
-            v_zero,
-            ks_row,
-            vs_row,
-            D,
-            K_KIND,
-            K_BITS,
-            K_WORD,
-            K_CHUNK,
-            K_GROUP,
-            KP,
-            V_KIND,
-            V_GROUP,
-        )
-        m, l, acc, z, e = _tile(
-            n0,
-            hi,
-            rows,
-            k,
-            v,
-            k_scale,
-            k_zero,
-            k_table,
-            ks_row,
-            kt_row,
-            bias,
-            bias_n,
-            cap,
-            q,
-            q_sum,
-            q_lift,
-            unit,
-            m,
-            l,
-            acc,
-            z,
-            e,
-            ks,
-            kz,
-            vs,
-            vz,
-            D,
-            M,
-            BLOCK_N,
-            SOFTCAP,
-            K_KIND,
-            K_BITS,
-            K_WORD,
-            K_CHUNK,
-            K_GROUP,
-            K_ROW,
-            KP,
-            K_DOT,
-            K_FAST,
-            K_PAIRS,
-            V_KIND,
-            V_BITS,
-            V_WORD,
-            V_CHUNK,
-            V_GROUP,
-            V_ROW,
-            VP,
-            V_DOT,
-            V_FAST,
-        )
+        ks1, kz1, vs1, vz1 = _fetch(n0 + BLOCK_N, hi, rows, k_scale, k_zero, v_scale, v_zero, K, V, WHOLE)
+        if WHOLE:
+            ok = tl.full([BLOCK_N], 1, tl.int1)  # known to the compiler, which drops the masks
+        else:
+            ok = n0 + rows < hi
+        s = _scores(n0, rows, ok, k, k_scale, k_zero, k_table, table_n, q, q_sum, q_lift, ks, kz, K, M, BLOCK_N)
+        s = s * unit[None, :]
+        if SOFTCAP:
+            t = tl.exp2(tl.abs(s) * (-2.0 * LOG2E / cap))
+            s = tl.where(s < 0, -LOG2E, LOG2E) * cap * ((1.0 - t) / (1.0 + t))
+        if bias is not None:
+            s += tl.load(bias + (n0 + rows).to(tl.int64)[:, None] * bias_n, mask=ok[:, None], other=0.0).to(tl.float32) * LOG2E
+        s = tl.where(ok[:, None], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 0))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a block in which nothing may be seen: exp2(-inf), not exp2(nan)
+        p = tl.exp2(s - m_safe[None, :])
+        alpha = tl.exp2(m - m_safe)
+        l = l * alpha + tl.sum(p, 0)
+        m = m_new
+        acc, z, e = _values(n0, rows, ok, v, p, alpha, acc, z, e, vs, vz, V)
         ks, kz, vs, vz = ks1, kz1, vs1, vz1
 
     r = tl.where(l > 0, 1.0, 0.0) / tl.where(l > 0, l, 1.0)
-    if V_KIND != "dense" and V_DOT == tl.float16:
+    unit_v = 1.0
+    if V.kind == "token" and V.half:
         unit_v = (e << 23).to(tl.float32, bitcast=True)
-    else:
-        unit_v = 1.0
-    w = tl.arange(0, VP)
+    w = tl.arange(0, V.padded)
     for part in tl.static_range(V_PARTS):
-        x = acc[part]
-        if V_KIND != "dense":
-            x *= unit_v
-            x += z[part_channel(part, D, V_BITS, V_WORD, V_CHUNK) // V_GROUP][None, :]
-        at = out[None, :] + (part_channel(part, D, V_BITS, V_WORD, V_CHUNK) + w * V_WORD)[:, None]
-        tl.store(at, x * r[None, :], mask=live[None, :] & (w < V_CHUNK // V_WORD)[:, None])
+        x = acc[part] * unit_v
+        if V.kind == "token":
+            x += z[group_of(V, part)][None, :]
+        tl.store(
+            out[None, :] + (channel(V, part) + w * V.word)[:, None], x * r[None, :], mask=live[None, :] & (w < V.width)[:, None]
+        )
     tl.store(lse, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("-inf")), mask=live)
 
 
-@triton.jit
+# Numbers that change from step to step, and strides whose alignment ``Reading.align`` tells, are not specialized on: neither their being 1
+# nor their being a multiple of 16 compiles the kernel again.
+INTEGERS = """n tail_n split_tiles splits parts kv_heads rows_m q_b q_h q_n k_b k_h v_b v_h ks_b ks_h table_b table_h table_n vs_b vs_h
+tk_b tk_h tv_b tv_h bias_b bias_h bias_q bias_n bias_tail""".split()  # noqa: SIM905
+
+
+@triton.jit(do_not_specialize=INTEGERS)
 def decode_split(
-    q,
-    k,
-    k_scale,
-    k_zero,
-    k_table,
-    v,
-    v_scale,
-    v_zero,
-    tail_k,
-    tail_v,
-    bias,
-    length,
-    part_out,
-    part_lse,
-    scaling,
-    cap,
-    n,
-    tail_n,
-    split_n,
-    splits,
-    parts,
-    kv_heads,
-    rows_m,
-    q_b,
-    q_h,
-    q_n,
-    q_d,
-    k_b,
-    k_h,
-    v_b,
-    v_h,
-    ks_b,
-    ks_h,
-    ks_row,
-    kt_b,
-    kt_h,
-    kt_row,
-    vs_b,
-    vs_h,
-    vs_row,
-    tk_b,
-    tk_h,
-    tv_b,
-    tv_h,
-    bias_b,
-    bias_h,
-    bias_q,
-    bias_n,
-    bias_tail,
-    D: tl.constexpr,
-    Q: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TAIL: tl.constexpr,
-    K_KIND: tl.constexpr,
-    K_BITS: tl.constexpr,
-    K_WORD: tl.constexpr,
-    K_CHUNK: tl.constexpr,
-    K_GROUP: tl.constexpr,
-    K_ROW: tl.constexpr,
-    K_ALIGN: tl.constexpr,
-    K_DOT: tl.constexpr,
-    K_FAST: tl.constexpr,
-    K_PAIRS: tl.constexpr,
-    V_KIND: tl.constexpr,
-    V_BITS: tl.constexpr,
-    V_WORD: tl.constexpr,
-    V_CHUNK: tl.constexpr,
-    V_GROUP: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_ALIGN: tl.constexpr,
-    V_DOT: tl.constexpr,
-    V_FAST: tl.constexpr,
-    TK_ROW: tl.constexpr,
-    TK_ALIGN: tl.constexpr,
-    TK_DOT: tl.constexpr,
-    TV_ROW: tl.constexpr,
-    TV_ALIGN: tl.constexpr,
-    TV_DOT: tl.constexpr,
-):
+    q, k, k_scale, k_zero, k_table, v, v_scale, v_zero, tail_k, tail_v, bias, length, part_out, part_lse, scaling, cap,
+    n, tail_n, split_tiles, splits, parts, kv_heads, rows_m, q_b, q_h, q_n, k_b, k_h, v_b, v_h, ks_b, ks_h, table_b, table_h, table_n,
+    vs_b, vs_h, tk_b, tk_h, tv_b, tv_h, bias_b, bias_h, bias_q, bias_n, bias_tail,
+    K: tl.constexpr, V: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, M: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Partial attention of one KV head over one split of its tokens; the last split of all is the dense tail.
 
-    Strides of k, v and the tail come divided by their ALIGN (in elements), so that the compiler knows how far they are aligned.
+    Batch and head strides of k, v and the tail come divided by their ``align``, so that the compiler knows how far they are aligned.
     """
     blocks = tl.cdiv(rows_m, M)
     bh = tl.program_id(0) // blocks
@@ -729,8 +403,7 @@ def decode_split(
     h = (bh % kv_heads).to(tl.int64)
     i = tl.program_id(0) % blocks * M + tl.arange(0, M)
     live = i < rows_m
-    head = h * (rows_m // Q) + i // Q
-    q_base = q + b * q_b + head * q_h + (i % Q) * q_n
+    q_base = q + b * q_b + (h * (rows_m // Q) + i // Q) * q_h + (i % Q) * q_n
     at = ((b * kv_heads + h) * rows_m + i) * parts + split
     out = part_out + at * D
     lse = part_lse + at
@@ -742,113 +415,31 @@ def decode_split(
         end = n
         if length is not None:
             end = tl.minimum(n, tl.load(length + b).to(tl.int32))
-        lo = split * split_n
-        hi = tl.maximum(tl.minimum(lo + split_n, end), lo)
-        if k_scale is not None:
+        lo = split * split_tiles * BLOCK_N
+        hi = tl.maximum(tl.minimum(lo + split_tiles * BLOCK_N, end), lo)
+        if K.kind != "dense":
             k_scale = k_scale + b * ks_b + h * ks_h
             k_zero = k_zero + b * ks_b + h * ks_h
         if k_table is not None:
-            k_table = k_table + b * kt_b + h * kt_h
-        if v_scale is not None:
+            k_table = k_table + b * table_b + h * table_h
+        if V.kind != "dense":
             v_scale = v_scale + b * vs_b + h * vs_h
             v_zero = v_zero + b * vs_b + h * vs_h
-        _attend(
-            lo,
-            hi,
-            k + (b * k_b + h * k_h) * K_ALIGN,
-            v + (b * v_b + h * v_h) * V_ALIGN,
-            k_scale,
-            k_zero,
-            k_table,
-            v_scale,
-            v_zero,
-            ks_row,
-            kt_row,
-            vs_row,
-            bias,
-            bias_n,
-            cap,
-            scaling,
-            q_base,
-            q_d,
-            live,
-            out,
-            lse,
-            D,
-            M,
-            BLOCK_N,
-            STAGES,
-            SOFTCAP,
-            K_KIND,
-            K_BITS,
-            K_WORD,
-            K_CHUNK,
-            K_GROUP,
-            K_ROW,
-            K_DOT,
-            K_FAST,
-            K_PAIRS,
-            V_KIND,
-            V_BITS,
-            V_WORD,
-            V_CHUNK,
-            V_GROUP,
-            V_ROW,
-            V_DOT,
-            V_FAST,
-        )
-    elif TAIL:
-        _attend(
-            0,
-            tail_n,
-            tail_k + (b * tk_b + h * tk_h) * TK_ALIGN,
-            tail_v + (b * tv_b + h * tv_h) * TV_ALIGN,
-            None,
-            None,
-            None,
-            None,
-            None,
-            0,
-            0,
-            0,
-            tail_bias,
-            bias_n,
-            cap,
-            scaling,
-            q_base,
-            q_d,
-            live,
-            out,
-            lse,
-            D,
-            M,
-            BLOCK_N,
-            1,
-            SOFTCAP,
-            "dense",
-            8,
-            1,
-            D,
-            D,
-            TK_ROW,
-            TK_DOT,
-            False,
-            False,
-            "dense",
-            8,
-            1,
-            D,
-            D,
-            TV_ROW,
-            TV_DOT,
-            False,
-        )
+        k = k + (b * k_b + h * k_h) * K.align
+        v = v + (b * v_b + h * v_h) * V.align
+        _attend(lo, hi, k, v, k_scale, k_zero, k_table, table_n, v_scale, v_zero, bias, bias_n, cap, scaling, q_base, live, out, lse,
+                K, V, M, BLOCK_N, STAGES, SOFTCAP, WHOLE)  # fmt: skip
+    elif TK is not None:
+        tail_k = tail_k + (b * tk_b + h * tk_h) * TK.align
+        tail_v = tail_v + (b * tv_b + h * tv_h) * TV.align
+        _attend(0, tail_n, tail_k, tail_v, None, None, None, 0, None, None, tail_bias, bias_n, cap, scaling, q_base, live, out, lse,
+                TK, TV, M, BLOCK_N, 1, SOFTCAP, False)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts", "heads", "queries"])
 def decode_merge(
     part_out, part_lse, sinks, out, lse, parts, heads, queries, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr
-):
+):  # fmt: skip
     """Join the partial results of one query by their log2-sum-exp; a sink joins the sum only."""
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -23,7 +23,7 @@ def _code(x, zero, divisor, TOP: tl.constexpr):
     return ((t + 12582912.0) - 12582912.0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads"])
 def quantize_channel(x, codes, scale, zero, heads, x_b, x_h, x_n, x_d, c_b, c_h, c_n, s_b, s_h, s_n, z_b, z_h, z_n,
                      BITS: tl.constexpr, SIZE: tl.constexpr, PLANE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                      LARGEST: tl.constexpr):  # fmt: skip
@@ -59,7 +59,7 @@ def _part(x, n, good, x_n, x_d, first, CHUNK: tl.constexpr, COLUMNS: tl.constexp
     return tl.load(x + n[:, None] * x_n + ((first + j) * x_d)[None, :], mask=good, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "tokens"])
 def quantize_token(x, codes, scale, zero, heads, tokens, x_b, x_h, x_n, x_d, c_b, c_h, c_n, s_b, s_h, s_n, z_b, z_h, z_n,
                    BITS: tl.constexpr, SIZE: tl.constexpr, PLANE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, LARGEST: tl.constexpr):  # fmt: skip

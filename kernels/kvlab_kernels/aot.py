@@ -87,15 +87,16 @@ def compile_job(job: Job, arch: int) -> Row:
 
     names = job.function.arg_names
     signature, constants, attrs = {}, {}, {}
-    for i, (name, value) in enumerate(zip(names, job.args)):
-        if value is None or (isinstance(value, int) and value == 1):
+    for i, (param, value) in enumerate(zip(job.function.params, job.args)):
+        name = param.name
+        if value is None or (isinstance(value, int) and value == 1 and not param.do_not_specialize):
             signature[name], constants[(i,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = "*" + _TYPES[value.dtype]
             attrs[(i,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32" if value < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and not param.do_not_specialize:
                 attrs[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"

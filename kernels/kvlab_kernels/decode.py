@@ -8,8 +8,9 @@ read once for a whole GQA group and never written back as a dense copy. Per-chan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,33 +24,50 @@ MAX_COLUMNS = 16  # query heads of a group x queries that one program holds; mor
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How a cache is read: the compile-time constants of one side of the kernel. Everything counts in words unless it says otherwise."""
+
+    kind: str  # "dense", "channel" (key scale folded into the query), "rows" (looked up per token), "token" (per token, along the head dim)
+    bits: int  # of a code; 8 for dense
+    word: int  # bytes of codes in a word; 1 for dense, whose word is an element
+    fields: int  # codes in a word
+    parts: int  # fields x chunks
+    plane: int  # bytes of a row of codes, which is also how far the fields of a byte are apart, in channels
+    chunk: int  # bytes of a piece of a row; each of its fields lies within one scale group
+    width: int  # words of a chunk
+    padded: int  # the same as a power of two
+    row: int  # stride of a token
+    align: int  # a power of two that divides the other strides
+    group: int  # tokens or channels that share a scale
+    groups: int  # scale groups along the head dim
+    scale_row: int  # elements from one row of scales to the next
+    dot: Any  # Triton's dtype for the products; they are summed in float32
+    half: bool  # codes multiplied in float16
+    fast: bool  # unpacked two at a time by machine instructions
+    lift: bool  # may be multiplied before the offset of unpacking is taken off
+    pairs: bool  # zeros of neighbouring channels may be loaded two at a time
+
+
+@dataclass(frozen=True)
 class Side:
-    """Keys or values as the kernel takes them: a tensor of words, and the constants that say how to read it."""
+    """Keys or values as the kernel takes them: a tensor of words, and how to read it."""
 
     words: Tensor
-    kind: str  # "dense", "channel" (scale folded into the query), "rows" (scale looked up per token), "token"
-    bits: int
-    word: int  # bytes of codes in a word; 1 for dense
-    chunk: int  # bytes (dense: elements) of one chunk of a row; every part of a chunk lies within one scale group
-    group: int
-    align: int
-    dot: torch.dtype  # what the products are computed in; they are summed in float32
-    fast: bool  # unpacked two at a time
-    pairs: bool = False  # zeros of neighbouring channels may be loaded two at a time
+    reading: Reading
     codes: Codes | None = None
 
     @property
     def strides(self) -> tuple[int, int]:
         """Batch and head strides in units of ``align``."""
-        return self.words.stride(0) // self.align, self.words.stride(1) // self.align
+        return self.words.stride(0) // self.reading.align, self.words.stride(1) // self.reading.align
 
     @property
-    def row(self) -> int:
-        return self.words.stride(2)
+    def scales(self) -> tuple[Tensor | None, Tensor | None]:
+        return (None, None) if self.codes is None else (self.codes.scale, self.codes.zero)
 
     @property
-    def row_bytes(self) -> int:
-        return self.words.shape[3] * self.words.element_size()
+    def scale_strides(self) -> tuple[int, int]:
+        return (0, 0) if self.codes is None else (self.codes.scale.stride(0), self.codes.scale.stride(1))
 
 
 def decode_attention(
@@ -134,6 +152,7 @@ def plan(
     """Check the arguments of :func:`decode_attention` and lay out its launches. ``device``: whose settings to take, by default q's."""
     device = device or q.device
     batch, heads, queries, dim = _check_query(q)
+    q = q if q.stride(3) == 1 else q.contiguous()
     key, value = _side("k", k, q, interpreted), _side("v", v, q, interpreted)
     kv_heads, n = key.words.shape[1:3]
     _check_pair("k", key, "v", value)
@@ -168,26 +187,29 @@ def plan(
     if settings is None:
         settings = _settings(device, key, value, columns, dim, bias is not None or softcap is not None)
     block_n = settings.block_n
-    if key.kind == "channel":
-        block_n = min(block_n, key.group & -key.group)  # a tile must lie within one group
+    if key.reading.kind == "channel":
+        block_n = min(block_n, key.reading.group & -key.reading.group)  # a tile must lie within one group
     if splits is None:
         splits = launch.splits(device, batch * kv_heads * blocks, counted, settings)
-    split_n = -(-max(counted, 1) // (splits * block_n)) * block_n
+    split_tiles = -(-max(counted, 1) // (splits * block_n))
     parts = splits + (tail_k is not None)
 
     part_out = torch.empty((batch * heads * queries, parts, dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((batch * heads * queries, parts), dtype=torch.float32, device=q.device)
     out = torch.empty((batch, heads, queries, dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
-    k_scale, k_zero, k_scale_strides = _scales(key)
-    v_scale, v_zero, v_scale_strides = _scales(value)
     table = key.codes.group if key.codes is not None else None
     split_args = (
-        q, key.words, k_scale, k_zero, table, value.words, v_scale, v_zero,
-        tail_k.words if tail_k else None, tail_v.words if tail_v else None, bias, length, part_out, part_lse,
-        float(scaling), float(softcap or 1.0), counted, tail_n, split_n, splits, parts, kv_heads, rows,
-        *q.stride(), *key.strides, *value.strides, *k_scale_strides, *(table.stride() if table is not None else (0, 0, 0)), *v_scale_strides,
+        q, key.words, *key.scales, table, value.words, *value.scales, tail_k.words if tail_k else None, tail_v.words if tail_v else None,
+        bias, length, part_out, part_lse, float(scaling), float(softcap or 1.0),
+        counted, tail_n, split_tiles, splits, parts, kv_heads, rows, *q.stride()[:3], *key.strides, *value.strides,
+        *key.scale_strides, *(table.stride() if table is not None else (0, 0, 0)), *value.scale_strides,
         *(tail_k.strides if tail_k else (0, 0)), *(tail_v.strides if tail_v else (0, 0)), *(bias.stride() if bias is not None else (0, 0, 0, 0)), n,
+    )  # fmt: skip
+    split_constants: dict[str, object] = dict(
+        K=key.reading, V=value.reading, TK=tail_k.reading if tail_k else None, TV=tail_v.reading if tail_v else None,
+        D=dim, Q=queries, M=columns, BLOCK_N=block_n, STAGES=settings.num_stages, SOFTCAP=softcap is not None,
+        WHOLE=length is None and counted % block_n == 0,
     )  # fmt: skip
     block_p, block_d = min(32, max(2, _power_of_2(parts))), min(64, _power_of_2(dim))
     return Plan(
@@ -195,7 +217,7 @@ def plan(
         lse,
         (batch * kv_heads * blocks, parts),
         split_args,
-        constants(key, value, tail_k, tail_v, dim, queries, columns, block_n, settings.num_stages, softcap is not None),
+        split_constants,
         settings.options(),
         (batch * heads * queries, -(-dim // block_d)),
         (part_out, part_lse, sinks, out, lse, parts, heads, queries),
@@ -203,37 +225,11 @@ def plan(
     )
 
 
-def _scales(side: Side) -> tuple[Tensor | None, Tensor | None, tuple[int, ...]]:
-    c = side.codes
-    return (None, None, (0, 0, 0)) if c is None else (c.scale, c.zero, c.scale.stride()[:3])
-
-
-def constants(key: Side, value: Side, tail_k: Side | None, tail_v: Side | None, dim: int, queries: int, columns: int, block_n: int, stages: int,
-              softcap: bool) -> dict[str, object]:  # fmt: skip
-    """The compile-time arguments of ``decode_split``."""
-    from triton import language as tl
-
-    dtypes = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-    found: dict[str, object] = dict(
-        D=dim, Q=queries, M=columns, BLOCK_N=block_n, STAGES=stages, SOFTCAP=softcap, TAIL=tail_k is not None
-    )
-    for name, side in (("K", key), ("V", value)):
-        found |= {
-            f"{name}_KIND": side.kind, f"{name}_BITS": side.bits, f"{name}_WORD": side.word, f"{name}_CHUNK": side.chunk,
-            f"{name}_GROUP": side.group, f"{name}_ROW": side.row, f"{name}_ALIGN": side.align, f"{name}_DOT": dtypes[side.dot],
-            f"{name}_FAST": side.fast,
-        }  # fmt: skip
-    found["K_PAIRS"] = key.pairs
-    for name, side in (("TK", tail_k), ("TV", tail_v)):
-        found |= {f"{name}_ROW": side.row if side else 1, f"{name}_ALIGN": side.align if side else 1}
-        found[f"{name}_DOT"] = dtypes[side.dot] if side else tl.float32
-    return found
-
-
 def _settings(device: torch.device, key: Side, value: Side, columns: int, dim: int, extras: bool) -> launch.Settings:
-    wide = max((key, value), key=lambda side: side.row_bytes)
-    bits = 32 if torch.float32 in (key.dot, value.dot) else wide.bits if wide.codes is not None else 16
-    return launch.settings(device, bits, dim, columns, extras, key.kind == "rows")
+    bits = min(side.reading.bits if side.codes is not None else 16 for side in (key, value))
+    if any(side.reading.dot.primitive_bitwidth == 32 for side in (key, value)):
+        bits = 32
+    return launch.settings(device, bits, dim, columns, extras, key.reading.kind == "rows")
 
 
 def _power_of_2(n: int) -> int:
@@ -301,7 +297,7 @@ def _side(name: str, x: Tensor | Codes, q: Tensor, interpreted: bool) -> Side:
         dot = x.dtype if x.dtype == q.dtype else torch.float32
         if interpreted and dot == torch.bfloat16:
             dot = torch.float32  # the interpreter multiplies bfloat16 bit patterns
-        return Side(x, "dense", 8, 1, dim, dim, _alignment(x), dot, False)
+        return Side(x, _reading(x, "dense", 8, 1, dim, dim, dim, 0, dot))
 
     _check_codes(name, x, batch, dim)
     dot = torch.float32 if q.dtype == torch.float32 else torch.float16
@@ -314,12 +310,34 @@ def _side(name: str, x: Tensor | Codes, q: Tensor, interpreted: bool) -> Side:
     elif x.group is not None or x.group_size & -x.group_size < 16:
         kind = "rows"
     words, word = x.codes, 1
-    if chunk % 2 == 0 and x.codes.storage_offset() % 2 == 0 and all(s % 2 == 0 for s in x.codes.stride()[:3]):
+    if chunk % 2 == 0 and _even(x.codes):
         words, word = x.codes.view(torch.int16), 2
-    fast = word == 2 and dot == torch.float16 and not interpreted
-    even = all(s % 2 == 0 for s in (x.zero.storage_offset(), *x.zero.stride()[:3]))
-    pairs = kind == "channel" and word == 2 and x.zero.dtype == torch.float16 and even
-    return Side(words, kind, x.bits, word, chunk, x.group_size, _alignment(words), dot, fast, pairs, x)
+    half = dot == torch.float16
+    pairs = kind == "channel" and word == 2 and x.zero.dtype == torch.float16 and _even(x.zero)
+    reading = _reading(words, kind, x.bits, word, dim, chunk, x.group_size, x.scale.stride(2), dot)
+    return Side(
+        words, replace(reading, half=half, fast=half and word == 2 and not interpreted, lift=half and word == 2, pairs=pairs), x
+    )
+
+
+def _reading(
+    words: Tensor, kind: str, bits: int, word: int, dim: int, chunk: int, group: int, scale_row: int, dot: torch.dtype
+) -> Reading:
+    from triton import language as tl
+
+    plane, fields = dim * bits // 8, 8 * word // bits
+    return Reading(
+        kind=kind, bits=bits, word=word, fields=fields, parts=plane // chunk * fields, plane=plane, chunk=chunk, width=chunk // word,
+        padded=max(16, _power_of_2(chunk // word)), row=words.stride(2), align=_alignment(words), group=group,
+        groups=dim // group if kind in ("token", "dense") else 1, scale_row=scale_row,
+        dot={torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot],
+        half=False, fast=False, lift=False, pairs=False,
+    )  # fmt: skip
+
+
+def _even(x: Tensor) -> bool:
+    """Whether the rows of ``x`` start at even elements, so that two neighbours can be read as one."""
+    return all(s % 2 == 0 for s in (x.storage_offset(), *x.stride()[:3]))
 
 
 def _alignment(x: Tensor) -> int:

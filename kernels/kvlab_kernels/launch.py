@@ -46,8 +46,8 @@ TABLE: dict[int, dict[int, Settings]] = {
     8: {
         32: Settings(16, 4, 2, 4),
         16: Settings(64, 4, 2, 3),
-        8: Settings(64, 1, 2, 6),
-        4: Settings(64, 1, 3, 8),
+        8: Settings(64, 2, 3, 4),
+        4: Settings(32, 1, 3, 8),
         2: Settings(32, 1, 3, 8),
     },
     9: {

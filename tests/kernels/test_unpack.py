@@ -55,10 +55,10 @@ def test_every_field_of_every_word(bits, lift, middle):
     words = np.random.default_rng(0).integers(0, 2**16, 64).tolist() + [0, 0xFFFF]
     for part in range(16 // bits):
         asm = unwrap(kernels.unpack_asm)(part, bits, lift, middle)
-        up = unwrap(kernels.lifted)(part, bits, 2, lift)
+        up = unwrap(kernels.lifted)(part, bits, lift)
         for low, high in pairwise(words):
             codes = np.array([w >> part * bits & 2**bits - 1 for w in (low, high)], float)
-            want = 1024 + codes * unwrap(kernels.gain)(part, bits, 2, lift) if up else codes - middle
+            want = 1024 + codes * unwrap(kernels.gain)(part, bits, lift) if up else codes - middle
             assert (run(asm, low | high << 16) == want).all(), (bits, part, lift, middle)
-    lifts = [bool(unwrap(kernels.lifted)(part, bits, 2, True)) for part in range(16 // bits)]
+    lifts = [bool(unwrap(kernels.lifted)(part, bits, True)) for part in range(16 // bits)]
     assert lifts == {8: [True] * 2, 4: [False, True] * 2, 2: [False, False, False, True] * 2}[bits]
