@@ -360,7 +360,13 @@ def run_workers(quick: bool, seconds: float) -> list[dict]:
             if file.exists():
                 rows += [json.loads(line) for line in file.read_text().splitlines()]
             if process.returncode:
-                rows.append({"name": f"worker {i}", "ok": False, "traceback": f"exit code {process.returncode}\n{log.read_text()[-4000:]}"})
+                rows.append(
+                    {
+                        "name": f"worker {i}",
+                        "ok": False,
+                        "traceback": f"exit code {process.returncode}\n{log.read_text()[-4000:]}",
+                    }
+                )
     return rows
 
 

@@ -22,6 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlab.errors import UnsupportedModel
+from kvlab_kernels import cpu
 
 if TYPE_CHECKING:
     from kvlab.cache import Layer
@@ -203,7 +204,7 @@ def attend(
         fresh = new - (q_len - last) if rule.causal else new
         part = grouped[:, :, :, first:last].reshape(b, hk, group * (last - first), d)
         scores = torch.empty((b, hk, group * (last - first), stored + fresh), dtype=torch.float32, device=query.device)
-        for start, stop in store.blocks():
+        for start, stop in store.blocks(part.shape[2]):
             scores[..., start:stop] = store.score(part, start, stop)
         scores[..., stored:] = part @ new_keys[:, :, :fresh].transpose(-1, -2)
         scores *= scale
@@ -225,7 +226,7 @@ def attend(
         mixed = flat[..., stored:].to(new_values.dtype) @ new_values[:, :, :fresh]
         if stored:
             mixed = mixed.float()
-        for start, stop in store.blocks():
+        for start, stop in store.blocks(part.shape[2]):
             mixed += store.mix(flat[..., start:stop], start, stop)
         out[:, :, first:last] = mixed.view(b, hk, group, last - first, -1).reshape(b, hq, last - first, -1)
     return out, mass, scratch
@@ -237,10 +238,12 @@ def fused(query: Tensor) -> bool:
 
 
 def backend(device: torch.device | str | None = None) -> str:
-    """What reads the stored tokens of a decode step on ``device`` (default: the GPU if there is one): "triton" or "torch"."""
+    """What reads the stored tokens of a decode step on ``device`` (default: the GPU if there is one): "triton", "llvm" or "torch"."""
     kind = torch.device(device).type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
     wanted = kind == "cuda" or os.environ.get("KVLAB_FUSED") == "1"
-    return "triton" if wanted and importlib.util.find_spec("triton") else "torch"
+    if wanted and importlib.util.find_spec("triton"):
+        return "triton"
+    return "llvm" if kind == "cpu" and cpu.available() else "torch"
 
 
 def _decode(layer: Layer, query: Tensor, rule: Rule, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:

@@ -61,8 +61,8 @@ class StoreState(ABC):
     def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None]:
         """What fused kernels read, views only: keys, values, and a plain tail of both (or None) that comes after them."""
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        """Row ranges that together cover all rows, each small enough that its scratch stays in a processor cache."""
+    def blocks(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Row ranges that together cover all rows; each small enough that its scratch, if ``rows`` query rows need one, stays in a cache."""
         yield from split(0, len(self), block_rows(self.shape))
 
     @abstractmethod

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from kvlab.buffer import Buffer
-from kvlab_kernels.layout import Codes, dequantize, pack, planes
-
-FOLD_ROWS = 16  # up to this many query rows a head, folding scales into the query beats rescaling the keys
+from kvlab_kernels import cpu
+from kvlab_kernels.layout import Codes, dequantize, pack
 
 
 def quantize(x: Tensor, bits: int, dims: tuple[int, ...], scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,43 +103,15 @@ class QuantizedSide:
         """Rows ``start:stop`` as float32."""
         return dequantize(self.layout(start, stop))
 
-    def _numbers(self, start: int, stop: int) -> Tensor:
-        """The codes of rows ``start:stop`` as float32 ``[B, H, n, D]``, unscaled. It is scratch: the next call writes over it."""
-        packed = self.codes.view()[:, :, start:stop]
-        width = packed.shape[3]
-        fields = planes(packed, self.bits)
-        out = _scratch((*packed.shape[:3], width * len(fields)), packed.device)
-        for i, field in enumerate(fields):
-            out[..., i * width : (i + 1) * width] = field
-        return out
-
     def score(self, query: Tensor, start: int, stop: int) -> Tensor:
         """float32 ``query`` ``[B, H, M, D]`` -> ``[B, H, M, stop - start]``."""
-        b, h, m, d = query.shape
-        if m > FOLD_ROWS or len(self.table):
-            return query @ self.dense(start, stop).transpose(-1, -2)
-        codes, layout, size = self._numbers(start, stop), self.layout(start, stop), self.group_size
-        scale, zero = layout.scale.float(), layout.zero.float()
-        if layout.axis == "token":
-            codes.unflatten(3, (d // size, size)).mul_(scale.unsqueeze(4))
-            sums = query.unflatten(3, (d // size, size)).sum(-1)  # [B, H, M, groups]
-            return (codes @ query.transpose(-1, -2)).add_(zero @ sums.transpose(-1, -2)).transpose(-1, -2)
-        groups = (stop - start) // size
-        folded = query.unsqueeze(2) * scale.unsqueeze(3)  # [B, H, groups, M, D]
-        dots = codes.view(b, h, groups, size, d) @ folded.transpose(-1, -2)
-        dots += (zero @ query.transpose(-1, -2)).unsqueeze(3)  # [B, H, groups, 1, M]
-        return dots.view(b, h, groups * size, m).transpose(-1, -2)
+        keys = self.layout(start, stop)
+        return cpu.score(query, keys) if cpu.serves(query, keys) else query @ dequantize(keys).transpose(-1, -2)
 
     def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
         """float32 ``weights`` ``[B, H, M, stop - start]`` -> ``[B, H, M, D]``."""
-        if weights.shape[2] > FOLD_ROWS or self.axis != "token":
-            return weights @ self.dense(start, stop)
-        codes, layout = self._numbers(start, stop), self.layout(start, stop)
-        scale, zero = layout.scale.float(), layout.zero.float()
-        apart = codes.unflatten(3, (scale.shape[3], self.group_size))
-        apart.mul_(scale.unsqueeze(4))
-        offset = (zero.transpose(-1, -2) @ weights.transpose(-1, -2)).transpose(-1, -2)  # [B, H, M, groups]
-        return ((weights @ codes).unflatten(3, apart.shape[3:]) + offset.unsqueeze(4)).flatten(3)
+        values = self.layout(start, stop)
+        return cpu.mix(weights, values) if self.axis == "token" and cpu.serves(weights, values) else weights @ dequantize(values)
 
     # dropping
 
@@ -211,20 +180,6 @@ class QuantizedSide:
         self.scale.set(scale)
         self.zero.set(zero)
         self.table.set(new_table.int())
-
-
-_scratches = threading.local()
-
-
-def _scratch(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """float32 room that is used again at the next call of this thread: fresh pages for every block would cost more than the cast."""
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=torch.float32, device=device)
-    need, kept = math.prod(shape), getattr(_scratches, "room", None)
-    if kept is None or kept.numel() < need:
-        with torch.inference_mode(False):
-            kept = _scratches.room = torch.empty(need)
-    return kept[:need].view(shape)
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:

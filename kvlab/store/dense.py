@@ -9,8 +9,7 @@ from torch import Tensor
 
 from kvlab.buffer import Buffer
 from kvlab.store.base import LayerShape, Store, StoreState, split
-
-FEW = 16  # query rows a head: a decode step
+from kvlab_kernels import cpu
 
 
 @dataclass(frozen=True)
@@ -41,17 +40,16 @@ class DenseState(StoreState):
 
     def score(self, query: Tensor, start: int, stop: int) -> Tensor:
         keys = self.keys.view()[:, :, start:stop]
-        if query.shape[2] <= FEW and not query.is_cuda:  # a tall thin product runs at twice the speed of a flat wide one
-            return (keys @ query.transpose(-1, -2)).transpose(-1, -2)
-        return query @ keys.transpose(-1, -2)
+        return cpu.score(query, keys) if cpu.serves(query, keys) else query @ keys.transpose(-1, -2)
 
     def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
-        return weights @ self.values.view()[:, :, start:stop]
+        values = self.values.view()[:, :, start:stop]
+        return cpu.mix(weights, values) if cpu.serves(weights, values) else weights.to(values.dtype) @ values
 
     def layout(self) -> tuple[Tensor, Tensor, None, None]:
         return self.keys.view(), self.values.view(), None, None
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
+    def blocks(self, rows: int = cpu.MAX_ROWS + 1) -> Iterator[tuple[int, int]]:
         # nothing is unpacked, so there is no scratch to keep small: one block reads memory in one sweep
         yield from split(0, len(self), 1 << 16)
 

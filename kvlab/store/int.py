@@ -12,6 +12,7 @@ from kvlab.buffer import Buffer
 from kvlab.store.base import LayerShape, Store, StoreState, block_rows, split
 from kvlab.store.codes import QuantizedSide
 from kvlab.strategy import param
+from kvlab_kernels import cpu
 from kvlab_kernels.layout import Codes
 
 SCALES = {"float16": torch.float16, "float32": torch.float32}
@@ -138,12 +139,14 @@ class IntState(StoreState):
         tail = (self.tail_keys.view(), self.tail_values.view()) if len(self.tail_keys) else (None, None)
         return self.keys.layout(), self.values.layout(), *tail
 
-    def blocks(self) -> Iterator[tuple[int, int]]:
-        rows = block_rows(self.shape)
+    def blocks(self, rows: int) -> Iterator[tuple[int, int]]:
+        size = block_rows(self.shape)
         if self.settings.key_axis != "token":
-            rows = -(-rows // self.settings.group_size) * self.settings.group_size
-        yield from split(0, self.frozen, rows)
-        yield from split(self.frozen, len(self), rows)
+            size = -(-size // self.settings.group_size) * self.settings.group_size
+        if rows <= cpu.MAX_ROWS and self.shape.device.type == "cpu" and cpu.available():  # nothing is unpacked: one sweep
+            size = max(size, len(self))
+        yield from split(0, self.frozen, size)
+        yield from split(self.frozen, len(self), size)
 
     def select(self, index: Tensor) -> None:
         frozen = self.frozen

@@ -1,0 +1,426 @@
+"""The machine code behind :mod:`kvlab_kernels.cpu`: LLVM's intermediate code, written vector by vector and compiled in a tenth of a second.
+
+A function is made for one way of reading (:class:`Reading`), head dim and number of query rows, so every loop over channels is unrolled and
+every shift is a constant. Its one argument is a table of numbers: addresses and strides in bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from .cpu import openmp
+
+ROWS = 4  # query rows that share the loads of a key or value
+LANES = 8  # numbers in a vector
+BLOCK = 64
+FIELDS = (
+    "rows", "sums", "data", "scale", "zero", "table", "out",
+    "tokens", "data_head", "scale_head", "zero_head", "table_head", "row_bytes", "out_bytes", "heads", "splits",
+)  # fmt: skip
+
+I1, I8, I16, I32, I64, F16, F32 = (
+    ir.IntType(1),
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.HalfType(),
+    ir.FloatType(),
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How one side lies in memory. ``kind``: "float32", "float16", "bfloat16" or "codes"; the rest is about codes.
+
+    ``axis``: "channel" or "token"; ``group``: tokens or channels that share a scale; ``table``: a token's row of scales is looked up;
+    ``half``: scales are float16.
+    """
+
+    kind: str
+    bits: int = 8
+    axis: str = ""
+    group: int = 1
+    table: bool = False
+    half: bool = False
+
+    @property
+    def fields(self) -> int:
+        return 8 // self.bits if self.kind == "codes" else 1
+
+    def row(self, dim: int) -> int:
+        """Bytes of a token."""
+        return dim // self.fields * {"float32": 4, "float16": 2, "bfloat16": 2, "codes": 1}[self.kind]
+
+    def step(self, dim: int) -> int:
+        """Channels in a piece that lies in one plane and in one scale group."""
+        return gcd(dim // self.fields, self.group) if self.axis == "token" else dim // self.fields
+
+    @property
+    def scale_item(self) -> int:
+        return 2 if self.half else 4
+
+
+class Writer:
+    """An LLVM function under construction, with the few things this file needs said shortly."""
+
+    def __init__(self, module: ir.Module, name: str, arguments: list[Any]) -> None:
+        self.module = module
+        self.function = ir.Function(module, ir.FunctionType(ir.VoidType(), arguments), name)
+        self.entry = self.function.append_basic_block("entry")
+        self.b = ir.IRBuilder(self.entry)
+
+    def number(self, value: int) -> Any:
+        return ir.Constant(I64, value)
+
+    def add(self, a: Any, b: Any) -> Any:
+        return self.b.add(a, self.number(b) if isinstance(b, int) else b)
+
+    def mul(self, a: Any, b: Any) -> Any:
+        return self.b.mul(a, self.number(b) if isinstance(b, int) else b)
+
+    def least(self, a: Any, b: Any) -> Any:
+        return self.b.select(self.b.icmp_signed("<", a, b), a, b)
+
+    @contextlib.contextmanager
+    def loop(self, start: Any, stop: Any, step: int = 1) -> Iterator[Any]:
+        before = self.b.block
+        head, body, done = (self.function.append_basic_block(name) for name in ("head", "body", "done"))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        index = self.b.phi(I64)
+        index.add_incoming(start, before)
+        self.b.cbranch(self.b.icmp_signed("<", index, stop), body, done)
+        self.b.position_at_end(body)
+        yield index
+        index.add_incoming(self.add(index, step), self.b.block)
+        self.b.branch(head)
+        self.b.position_at_end(done)
+
+    def room(self, kind: Any, count: int = 1) -> Any:
+        """Memory on the stack (which becomes a register where it can)."""
+        with self.b.goto_block(self.entry):
+            self.b.position_at_start(self.entry)
+            return self.b.alloca(kind, size=ir.Constant(I32, count))
+
+    def address(self, room: Any) -> Any:
+        return self.b.ptrtoint(room, I64)
+
+    def load(self, address: Any, kind: Any, offset: int = 0, align: int = 1) -> Any:
+        place = self.add(address, offset) if offset else address
+        return self.b.load(self.b.inttoptr(place, kind.as_pointer()), align=align)
+
+    def store(self, value: Any, address: Any, offset: int = 0, align: int = 1) -> None:
+        place = self.add(address, offset) if offset else address
+        self.b.store(value, self.b.inttoptr(place, value.type.as_pointer()), align=align)
+
+    def floats(self, address: Any, lanes: int, offset: int = 0) -> Any:
+        return self.load(address, ir.VectorType(F32, lanes), offset, 4)
+
+    def zeros(self, lanes: int) -> Any:
+        return ir.Constant(ir.VectorType(F32, lanes), [0.0] * lanes)
+
+    def splat(self, value: Any, lanes: int) -> Any:
+        kind = ir.VectorType(value.type, lanes)
+        first = self.b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        kind = a.type
+        name = f"llvm.fma.v{kind.count}f32" if isinstance(kind, ir.VectorType) else "llvm.fma.f32"
+        return self.b.call(self._declare(name, ir.FunctionType(kind, [kind] * 3)), [a, b, c])
+
+    def total(self, vector: Any) -> Any:
+        name = f"llvm.vector.reduce.fadd.v{vector.type.count}f32"
+        function = self._declare(name, ir.FunctionType(F32, [F32, vector.type]))
+        return self.b.call(function, [ir.Constant(F32, 0.0), vector], fastmath=("reassoc",))
+
+    def _declare(self, name: str, kind: Any) -> Any:
+        return self.module.globals.get(name) or ir.Function(self.module, kind, name)
+
+    def numbers(self, address: Any, reading: Reading, channel: int, width: int, lanes: int) -> Any:
+        """``lanes`` numbers of a token from ``channel`` on, as floats; codes bare."""
+        floats, whole = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
+        if reading.kind == "float32":
+            return self.floats(address, lanes, 4 * channel)
+        if reading.kind == "float16":
+            return self.b.fpext(self.load(address, ir.VectorType(F16, lanes), 2 * channel), floats)
+        if reading.kind == "bfloat16":
+            raw = self.b.zext(self.load(address, ir.VectorType(I16, lanes), 2 * channel), whole)
+            return self.b.bitcast(self.b.shl(raw, ir.Constant(whole, [16] * lanes)), floats)
+        plane, byte = divmod(channel, width)
+        small = ir.VectorType(I8, lanes)
+        raw = self.load(address, small, byte)
+        if plane:
+            raw = self.b.lshr(raw, ir.Constant(small, [plane * reading.bits] * lanes))
+        if reading.bits < 8 and plane < reading.fields - 1:
+            raw = self.b.and_(raw, ir.Constant(small, [2**reading.bits - 1] * lanes))
+        return self.b.sitofp(self.b.zext(raw, whole), floats)
+
+    def scales(self, address: Any, half: bool, first: int, lanes: int) -> Any:
+        return self.numbers(address, Reading("float16" if half else "float32"), first, 1, lanes)
+
+
+def score(w: Writer, reading: Reading, dim: int, rows: int, a: dict[str, Any], first: Any, last: Any, head: Any) -> None:
+    """Products of ``rows`` query rows with tokens ``first`` to ``last`` of one head. ``a``: addresses of this head."""
+    folds = reading.axis == "channel" and not reading.table
+    by_group = reading.axis == "token"
+    groups = dim // reading.group if by_group else 1
+    query, room = a["rows"], w.room(ir.VectorType(F32, LANES), -(-rows * dim // LANES))
+    offsets = [w.room(F32) for _ in range(rows)]
+    row_bytes = 4 * dim
+
+    def tokens(start: Any, stop: Any, query: Any) -> None:
+        for m in range(0, rows, ROWS):
+            count = min(ROWS, rows - m)
+            with w.loop(start, stop) as n:
+                key = w.add(a["data"], w.mul(n, reading.row(dim)))
+                scale = zero = None
+                if reading.table:
+                    line = w.b.sext(w.load(w.add(a["table"], w.mul(n, 4)), I32, align=4), I64)
+                    scale, zero = (w.add(a[x], w.mul(line, dim * reading.scale_item)) for x in ("scale", "zero"))
+                elif by_group:
+                    scale, zero = (w.add(a[x], w.mul(n, groups * reading.scale_item)) for x in ("scale", "zero"))
+                sums = _products(w, reading, dim, count, w.add(query, m * row_bytes), key, scale, zero)
+                for r in range(count):
+                    total = w.total(sums[r])
+                    if folds:
+                        total = w.b.fadd(total, w.b.load(offsets[m + r]))
+                    for g in range(groups if by_group else 0):
+                        z = w.b.extract_element(w.scales(zero, reading.half, g, 1), ir.Constant(I32, 0))
+                        total = w.fma(w.load(a["sums"], F32, 4 * ((m + r) * groups + g), 4), z, total)
+                    w.store(total, w.add(w.add(a["out"], w.mul(a["out_bytes"], m + r)), w.mul(n, 4)), align=4)
+
+    if not folds:
+        tokens(first, last, query)
+        return
+    # the scales of a group of tokens go into the query, and its zero points into a number a row
+    size = w.number(reading.group)
+    folded = w.address(room)
+    with w.loop(w.b.sdiv(first, size), w.b.sdiv(w.add(last, reading.group - 1), size)) as group:
+        scale, zero = (w.add(a[x], w.mul(group, dim * reading.scale_item)) for x in ("scale", "zero"))
+        lanes = gcd(LANES, dim)
+        offset = [w.zeros(lanes) for _ in range(rows)]
+        for channel in range(0, dim, lanes):
+            s, z = w.scales(scale, reading.half, channel, lanes), w.scales(zero, reading.half, channel, lanes)
+            for r in range(rows):
+                q = w.floats(query, lanes, 4 * (r * dim + channel))
+                w.store(w.b.fmul(q, s), folded, 4 * (r * dim + channel), 4)
+                offset[r] = w.fma(q, z, offset[r])
+        for r in range(rows):
+            w.b.store(w.total(offset[r]), offsets[r])
+        start = w.mul(group, reading.group)
+        begin = w.b.select(w.b.icmp_signed("<", start, first), first, start)
+        tokens(begin, w.least(w.add(start, reading.group), last), folded)
+
+
+def _products(w: Writer, reading: Reading, dim: int, rows: int, query: Any, key: Any, scale: Any, zero: Any) -> list[Any]:
+    """Sums, still in vectors, of ``rows`` queries times one token."""
+    width, step = dim // reading.fields, reading.step(dim)
+    lanes = gcd(LANES, step)
+    by_group = reading.axis == "token"
+    whole = [w.zeros(lanes) for _ in range(rows)]
+    for start in range(0, dim, step):
+        sums = [w.zeros(lanes) for _ in range(rows)] if by_group else whole
+        for channel in range(start, start + step, lanes):
+            x = w.numbers(key, reading, channel, width, lanes)
+            if reading.table:
+                x = w.fma(x, w.scales(scale, reading.half, channel, lanes), w.scales(zero, reading.half, channel, lanes))
+            for r in range(rows):
+                sums[r] = w.fma(w.floats(query, lanes, 4 * (r * dim + channel)), x, sums[r])
+        if by_group:
+            s = w.b.extract_element(w.scales(scale, reading.half, start // reading.group, 1), ir.Constant(I32, 0))
+            for r in range(rows):
+                whole[r] = w.fma(w.splat(s, lanes), sums[r], whole[r])
+    return whole
+
+
+def mix(w: Writer, reading: Reading, dim: int, rows: int, a: dict[str, Any], part: Any, parts: Any) -> None:
+    """Weighted sums of one head's values. Threads that share a head take chunks of channels: ``part`` of ``parts`` (tokens would need a sum)."""
+    width, step = dim // reading.fields, reading.step(dim)
+    lanes = gcd(LANES, step)
+    wide = 2 if step // lanes % 2 == 0 else 1  # vectors at a time: with four rows, eight sums stay in registers
+    by_group = reading.axis == "token"
+    groups = dim // reading.group if by_group else 1
+    scaled = w.room(F32, rows * groups * BLOCK)
+    offsets = [[w.room(ir.VectorType(F32, 1)) for _ in range(groups)] for _ in range(rows)]
+    tokens, zero_vector = a["tokens"], w.zeros(1)
+    for r in range(rows):
+        for g in range(groups):
+            w.b.store(zero_vector, offsets[r][g])
+    chunks = list(range(0, dim, wide * lanes))
+    mine = [w.b.icmp_signed("==", w.b.srem(w.number(i), parts), part) for i in range(len(chunks))]
+    for number, channel in enumerate(chunks):
+        with w.b.if_then(mine[number]):
+            for r in range(rows):
+                for v in range(wide):
+                    w.store(w.zeros(lanes), w.add(a["out"], w.mul(a["out_bytes"], r)), 4 * (channel + v * lanes), 4)
+    with w.loop(w.number(0), tokens, BLOCK) as start:
+        count = w.least(w.b.sub(tokens, start), w.number(BLOCK))
+        if by_group:
+            _scale_weights(w, reading, rows, groups, a, start, count, scaled, offsets)
+        base = w.address(scaled) if by_group else w.add(a["rows"], w.mul(start, 4))
+        row_bytes = w.number(BLOCK * 4) if by_group else a["row_bytes"]
+        data = w.add(a["data"], w.mul(start, reading.row(dim)))
+        for number, channel in enumerate(chunks):
+            with w.b.if_then(mine[number]):
+                for m in range(0, rows, ROWS):
+                    few = min(ROWS, rows - m)
+                    group = channel // reading.group if by_group else 0
+                    lines = [w.add(base, w.mul(row_bytes, group * rows + m + r)) for r in range(few)]
+                    places = [w.add(w.add(a["out"], w.mul(a["out_bytes"], m + r)), 4 * channel) for r in range(few)]
+                    sums = [[w.room(ir.VectorType(F32, lanes)) for _ in range(wide)] for _ in range(few)]
+                    for r in range(few):
+                        for v in range(wide):
+                            w.b.store(w.floats(places[r], lanes, 4 * v * lanes), sums[r][v])
+                    with w.loop(w.number(0), count) as n:
+                        row = w.add(data, w.mul(n, reading.row(dim)))
+                        x = [w.numbers(row, reading, channel + v * lanes, width, lanes) for v in range(wide)]
+                        for r in range(few):
+                            weight = w.splat(w.load(w.add(lines[r], w.mul(n, 4)), F32, align=4), lanes)
+                            for v in range(wide):
+                                w.b.store(w.fma(weight, x[v], w.b.load(sums[r][v])), sums[r][v])
+                    for r in range(few):
+                        for v in range(wide):
+                            w.store(w.b.load(sums[r][v]), places[r], 4 * v * lanes, 4)
+    if not by_group:
+        return
+    for number, channel in enumerate(chunks):
+        with w.b.if_then(mine[number]):
+            for r in range(rows):
+                place = w.add(w.add(a["out"], w.mul(a["out_bytes"], r)), 4 * channel)
+                offset = w.b.extract_element(w.b.load(offsets[r][channel // reading.group]), ir.Constant(I32, 0))
+                for v in range(wide):
+                    old = w.floats(place, lanes, 4 * v * lanes)
+                    w.store(w.b.fadd(old, w.splat(offset, lanes)), place, 4 * v * lanes, 4)
+
+
+def _scale_weights(
+    w: Writer,
+    reading: Reading,
+    rows: int,
+    groups: int,
+    a: dict[str, Any],
+    start: Any,
+    count: Any,
+    scaled: Any,
+    offsets: list[list[Any]],
+) -> None:
+    """A block's weights times the tokens' scales, a copy a group of channels; weights times zero points are summed up on the way."""
+    to, item = w.address(scaled), reading.scale_item
+    scale, zero = (w.add(a[x], w.mul(start, groups * item)) for x in ("scale", "zero"))
+    line = w.add(a["rows"], w.mul(start, 4))
+    lanes = LANES
+    wholes = w.b.and_(count, w.number(-lanes))
+
+    def some(n: Any, lanes: int) -> None:
+        both = []
+        for address in (scale, zero):
+            raw = w.scales(w.add(address, w.mul(n, groups * item)), reading.half, 0, lanes * groups)
+            undefined = ir.Constant(raw.type, ir.Undefined)
+            masks = [ir.Constant(ir.VectorType(I32, lanes), [j * groups + g for j in range(lanes)]) for g in range(groups)]
+            both.append([w.b.shuffle_vector(raw, undefined, mask) for mask in masks])
+        for r in range(rows):
+            p = w.floats(w.add(w.add(line, w.mul(a["row_bytes"], r)), w.mul(n, 4)), lanes)
+            for g in range(groups):
+                w.store(w.b.fmul(p, both[0][g]), w.add(w.add(to, 4 * BLOCK * (g * rows + r)), w.mul(n, 4)), align=4)
+                more = (
+                    w.total(w.b.fmul(p, both[1][g]))
+                    if lanes > 1
+                    else w.b.extract_element(w.b.fmul(p, both[1][g]), ir.Constant(I32, 0))
+                )
+                w.b.store(w.b.fadd(w.b.load(offsets[r][g]), w.splat(more, 1)), offsets[r][g])
+
+    with w.loop(w.number(0), wholes, lanes) as n:
+        some(n, lanes)
+    with w.loop(wholes, count) as n:
+        some(n, 1)
+
+
+@functools.cache
+def _engine() -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features().flatten()
+    target = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=features, opt=3, jit=True, codemodel="jitdefault"
+    )
+    for name, address in zip(("omp_get_thread_num", "omp_get_num_threads"), openmp()[1:], strict=True):
+        if address:
+            llvm.add_symbol(name, address)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target), target
+
+
+@functools.cache
+def function(what: str, reading: Reading, dim: int, rows: int) -> int:
+    """The address of ``void f(const int64_t *numbers)``; compiled at the first call."""
+    module = ir.Module(name="kvlab")
+    module.triple = llvm.get_default_triple()
+    w = Writer(module, f"kvlab_{what}_{abs(hash((reading, dim, rows)))}", [I64.as_pointer()])
+    fields = {name: w.b.load(w.b.gep(w.function.args[0], [w.number(i)])) for i, name in enumerate(FIELDS)}
+    if openmp()[0]:
+        kind = ir.FunctionType(I32, [])
+        thread, threads = (
+            w.b.sext(w.b.call(ir.Function(module, kind, name), []), I64) for name in ("omp_get_thread_num", "omp_get_num_threads")
+        )
+    else:
+        thread, threads = w.number(0), w.number(1)
+    heads, splits = fields["heads"], fields["splits"]
+    items = w.mul(heads, splits)
+    # item i is part i % splits of head i // splits; a thread takes every item that falls to it in turn
+    counter = w.room(I64)
+    w.b.store(thread, counter)
+    with w.loop(w.number(0), w.b.sdiv(w.add(w.b.sub(items, w.number(1)), threads), threads)):
+        item = w.b.load(counter)
+        w.b.store(w.add(item, threads), counter)
+        with w.b.if_then(w.b.icmp_signed("<", item, items)):
+            head, part = w.b.sdiv(item, splits), w.b.srem(item, splits)
+            a = dict(fields)
+            for name in ("data", "scale", "zero", "table"):
+                a[name] = w.add(fields[name], w.mul(head, fields[f"{name}_head"]))
+            a["rows"] = w.add(fields["rows"], w.mul(w.mul(fields["row_bytes"], rows), head))
+            a["out"] = w.add(fields["out"], w.mul(w.mul(fields["out_bytes"], rows), head))
+            if what == "score":
+                groups = dim // reading.group if reading.axis == "token" else dim
+                a["sums"] = w.add(fields["sums"], w.mul(head, 4 * rows * groups))
+                share = w.b.sdiv(w.add(w.b.sub(fields["tokens"], w.number(1)), splits), splits)
+                first = w.mul(part, share)
+                score(w, reading, dim, rows, a, first, w.least(w.add(first, share), fields["tokens"]), head)
+            else:
+                mix(w, reading, dim, rows, a, part, splits)
+    w.b.ret_void()
+    compiled = llvm.parse_assembly(str(module))
+    compiled.verify()
+    engine, target = _engine()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    passes = llvm.create_pass_builder(target, options)
+    passes.getModulePassManager().run(compiled, passes)
+    engine.add_module(compiled)
+    engine.finalize_object()
+    return int(engine.get_function_address(w.function.name))
+
+
+def call(what: str, reading: Reading, dim: int, rows: int, threads: int, numbers: tuple[int, ...]) -> None:
+    """Run it on ``threads`` of torch's threads. ``numbers``: in the order of ``FIELDS``."""
+    address = function(what, reading, dim, rows)
+    table = (ctypes.c_int64 * len(FIELDS))(*numbers)
+    _parallel()(address, ctypes.addressof(table), threads, 0)
+
+
+@functools.cache
+def _parallel() -> Any:
+    """``GOMP_parallel``, or a plain call where there is no OpenMP. Either lets go of the interpreter's lock."""
+    address = openmp()[0]
+    if address:
+        return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(address)
+    plain = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    return lambda function, table, threads, flags: plain(function)(table)

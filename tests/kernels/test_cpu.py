@@ -1,0 +1,112 @@
+"""The compiled products against float64, at every kind of reading."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvlab_kernels import cpu
+from kvlab_kernels.layout import Codes, dequantize, pack
+
+pytest.importorskip("llvmlite")
+
+KINDS = [
+    (bits, axis, table, half)
+    for bits in (8, 4, 2)
+    for axis, table in (("channel", False), ("channel", True), ("token", False))
+    for half in (True, False)
+]
+SHAPES = [(1, 8, 4, 256, 128, 64), (2, 3, 3, 131, 64, 32), (1, 1, 1, 5, 8, 8), (2, 2, 16, 72, 24, 8), (1, 3, 7, 321, 64, 64)]
+
+
+def codes(b: int, h: int, n: int, d: int, bits: int, axis: str, group: int, table: bool = False, half: bool = True) -> Codes:
+    rows = -(-n // group)
+    shape = (b, h, rows, d) if axis == "channel" else (b, h, n, d // group)
+    scale, zero = torch.rand(shape) * 0.1, torch.randn(shape)
+    number = torch.float16 if half else torch.float32
+    packed = pack(torch.randint(0, 2**bits, (b, h, n, d), dtype=torch.uint8), bits)
+    lookup = torch.randint(0, rows, (b, h, n), dtype=torch.int32) if table else None
+    return Codes(packed, scale.to(number), zero.to(number), bits, axis, group, lookup)
+
+
+def check(query: torch.Tensor, weights: torch.Tensor, x: Codes | torch.Tensor) -> None:
+    plain = (dequantize(x) if isinstance(x, Codes) else x).double()
+    exact = query.double() @ plain.mT
+    torch.testing.assert_close(cpu.score(query, x).double(), exact, rtol=2e-5, atol=2e-6 * float(exact.abs().max()))
+    if not isinstance(x, Codes) or x.axis == "token":
+        exact = weights.double() @ plain
+        torch.testing.assert_close(cpu.mix(weights, x).double(), exact, rtol=2e-5, atol=2e-6 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_codes(kind: tuple, shape: tuple) -> None:
+    torch.manual_seed(0)
+    bits, axis, table, half = kind
+    b, h, m, n, d, group = shape
+    if axis == "token":
+        group = min(group, d)
+    check(torch.randn(b, h, m, d), torch.randn(b, h, m, n), codes(b, h, n, d, bits, axis, group, table, half))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_plain_numbers(dtype: torch.dtype, shape: tuple) -> None:
+    torch.manual_seed(0)
+    b, h, m, n, d, _ = shape
+    check(torch.randn(b, h, m, d), torch.randn(b, h, m, n), torch.randn(b, h, n, d).to(dtype))
+
+
+def test_views_of_the_rows_in_use_are_read_where_they_lie() -> None:
+    torch.manual_seed(0)
+    room = torch.randn(2, 3, 40, 16)
+    some = room[:, :, 5:31]
+    assert cpu._rows(some).data_ptr() == some.data_ptr()
+    wide = torch.randn(2, 3, 4, 40)
+    check(torch.randn(2, 3, 4, 16), wide[..., 5:31], some)
+    turned = torch.randn(2, 3, 16, 26).mT  # strides that no row reading fits: copied
+    check(torch.randn(2, 3, 4, 16), torch.randn(2, 3, 4, 26), turned)
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    torch.manual_seed(0)
+    x = codes(1, 3, 4096, 64, 4, "token", 32)
+    query, weights = torch.randn(1, 3, 3, 64), torch.randn(1, 3, 3, 4096)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append((cpu.score(query, x), cpu.mix(weights, x)))
+    finally:
+        torch.set_num_threads(before)
+    for score, mix in found[1:]:
+        assert torch.equal(score, found[0][0]) and torch.equal(mix, found[0][1])
+
+
+def test_nan_and_infinity_come_out_again() -> None:
+    keys = torch.randn(1, 1, 9, 8)
+    keys[0, 0, 3, 2] = float("nan")
+    keys[0, 0, 5, 1] = float("inf")
+    out = cpu.score(torch.ones(1, 1, 2, 8), keys)
+    assert out[0, 0, :, 3].isnan().all() and out[0, 0, :, 5].isinf().all() and out.isfinite().sum() == 14
+    assert cpu.mix(torch.ones(1, 1, 2, 9), keys)[0, 0, :, 2].isnan().all()
+
+
+def test_no_tokens() -> None:
+    none = torch.empty(1, 2, 0, 8)
+    assert cpu.score(torch.ones(1, 2, 3, 8), none).shape == (1, 2, 3, 0)
+    assert cpu.mix(torch.empty(1, 2, 3, 0), none).equal(torch.zeros(1, 2, 3, 8))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    keys = torch.randn(1, 2, 5, 8)
+    with pytest.raises(ValueError, match="1 to 16"):
+        cpu.score(torch.randn(1, 2, 17, 8), keys)
+    with pytest.raises(ValueError, match="does not fit keys"):
+        cpu.score(torch.randn(1, 3, 4, 8), keys)
+    with pytest.raises(ValueError, match="do not fit values"):
+        cpu.mix(torch.randn(1, 2, 4, 6), keys)
+    with pytest.raises(ValueError, match="per token"):
+        cpu.mix(torch.randn(1, 2, 4, 64), codes(1, 2, 64, 8, 8, "channel", 8))
+    assert not cpu.serves(torch.randn(1, 2, 17, 8), keys) and not cpu.serves(torch.randn(1, 2, 4, 9), torch.randn(1, 2, 5, 9))
