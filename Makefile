@@ -71,7 +71,7 @@ gpu: $(VENV)/.test
 
 ## make nightly    the tests that are too long for every run
 nightly: $(VENV)/.test
-	$(PY) -m pytest -q -m nightly tests
+	KVLAB_CASES=10000 $(PY) -m pytest -q tests/test_parity.py
 
 ## make clean      remove .venv and caches (not the model: `kvlab model` says where it lies)
 clean:

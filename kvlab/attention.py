@@ -40,6 +40,8 @@ class Handle:
         self.layer = layer
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python and torch.compile looking at what it is
+            raise AttributeError(name)
         raise UnsupportedModel(_TOUCHED.format(f"the attribute '{name}' of the keys or values"))
 
     @classmethod
@@ -74,23 +76,22 @@ class Rule:
         return self.allowed is causal_mask_function
 
 
+@torch.compiler.disable
 def mask(**arguments: Any) -> Rule:
     """transformers' mask interface: keep the rule, build nothing."""
     padding = arguments.get("attention_mask")
     if padding is not None:
-        columns = arguments["kv_length"] + arguments["kv_offset"]
-        if padding.shape[-1] != columns:
-            raise ValueError(
-                f"the attention mask has {padding.shape[-1]} columns, but the cache has seen {columns - arguments['q_length']} tokens and "
-                f"{arguments['q_length']} are new (allowed: {columns}). If the old prompt was passed again with a used cache, pass the new "
-                "tokens only, or reset() the cache."
-            )
         padding = padding.bool()
-        if bool(padding.all()):
+        if bool(padding.all()) and padding.shape[-1] == arguments["kv_length"] + arguments["kv_offset"]:
             padding = None
+    # a static cache moves its offset in place before attention comes to build the mask
+    arguments = {
+        name: value.clone() if isinstance(value, Tensor) and not value.dim() else value for name, value in arguments.items()
+    }
     return Rule(arguments["mask_function"], padding, arguments)
 
 
+@torch.compiler.disable
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -117,10 +118,17 @@ def attention(
 def _cached(
     module: nn.Module, query: Tensor, layer: Layer, rule: Any, scaling: float | None, dropout: float, **options: Any
 ) -> Tensor:
+    layer.cache.check_module(module)
     if not isinstance(rule, Rule):
         raise UnsupportedModel(
             f"{type(module).__name__} brings a mask of its own ({type(rule).__name__}); kvlab needs the rule behind it. "
             "Pass a 2-D attention mask (1 for real tokens, 0 for padding)."
+        )
+    if rule.padding is not None and rule.padding.shape[-1] != layer.seen:
+        new = query.shape[2]
+        raise ValueError(
+            f"the attention mask has {rule.padding.shape[-1]} columns, but the cache has seen {layer.seen - new} tokens and {new} are new (allowed: "
+            f"{layer.seen}). If the old prompt was passed again with a used cache, pass the new tokens only, or reset() the cache."
         )
     if dropout:
         raise ValueError(f"dropout={dropout} with a KV cache: call model.eval() first (allowed: 0.0)")

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvlab import attention
 from kvlab.buffer import Buffer
 from kvlab.errors import UnsupportedModel
-from kvlab.keep.base import PROTECTED, Held
+from kvlab.keep.base import PROTECTED, Held, Keep, Visible
 from kvlab.memory import Memory, Part
 from kvlab.store.base import LayerShape, StoreState
 from kvlab.strategy import Strategy
@@ -35,10 +35,10 @@ class Layer(CacheLayerMixin):
     store: StoreState
     shape: LayerShape
 
-    def __init__(self, cache: KVCache, number: int) -> None:
+    def __init__(self, cache: KVCache, number: int, keep: Keep, readers: int = 1) -> None:
         super().__init__()
         self._cache = weakref.ref(cache)  # no circle: a dropped cache frees its memory at once
-        self.number = number
+        self.number, self.keep, self.readers = number, keep, readers
         self.reset()
 
     @property
@@ -55,6 +55,9 @@ class Layer(CacheLayerMixin):
         self.evicted = False
         self.new_keys: Tensor | None = None
         self.new_values: Tensor | None = None
+        self.fresh_mass: Tensor | None = None  # what the new step gave each key, until the last reader is done
+        self.reads = 0
+        self.may_roll_back = False
         self.columns, self.mass = Buffer("columns", shared=True), Buffer("evidence")
         self.padding: Tensor | None = None
         self.is_initialized = False
@@ -67,6 +70,7 @@ class Layer(CacheLayerMixin):
         self.store = self.cache.strategy.store.state(self.shape)
         self.is_initialized = True
 
+    @torch.compiler.disable
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -83,6 +87,7 @@ class Layer(CacheLayerMixin):
             raise ValueError(
                 f"keys are {key_states.dtype} on {key_states.device}, but this cache holds {self.shape.dtype} on {self.shape.device}"
             )
+        self.cache.check_step(self, key_states)
         self.cache.place.fetch(self.number)
         self.new_keys, self.new_values = key_states, value_states
         self.seen += key_states.shape[2]
@@ -98,25 +103,35 @@ class Layer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
+    def activate_past_recording(self) -> None:
+        """From now on every step may be taken back by :meth:`crop`: what the model's own window would drop waits until then."""
+        self.may_roll_back = isinstance(self.keep, Visible)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens: ``tokens_to_remove`` is 0 or negative, as transformers calls it; more than there are empties the layer.
 
         Evidence that dropped queries added to older keys stays in their sums.
         """
         drop = min(abs(tokens_to_remove), self.seen)
-        if not drop:
-            return
-        if self.evicted:
+        if drop and self.evicted and not (self.may_roll_back and drop <= len(self.store)):
             raise RuntimeError(
                 f"crop({tokens_to_remove}) after eviction: the tokens that would be needed again are gone. Use keep.Everything() where "
                 "drafts are taken back (assisted decoding), or reset() the cache."
             )
+        if not self.is_initialized or not (drop or self.may_roll_back):
+            return
         with self.at_hand():
             self.seen -= drop
-            self.store.truncate(self.seen)
-            self.mass.truncate(self.seen)
+            rows = len(self.store) - drop
+            self.store.truncate(rows)
+            self.mass.truncate(rows)
+            self.columns.truncate(rows)
             if self.padding is not None:
                 self.padding = self.padding[:, : self.seen]
+            limit = self.keep.limit()
+            if self.may_roll_back and limit is not None and rows > limit:
+                self._select(limit)
+                self.store.settle()
 
     def batch(self, change: Callable[[Tensor], Tensor], rows: int) -> None:
         """Apply a change of the batch to everything that is kept."""
@@ -143,7 +158,7 @@ class Layer(CacheLayerMixin):
 
     @property
     def wants_mass(self) -> bool:
-        return "mass" in self.cache.strategy.keep.needs
+        return "mass" in self.keep.needs
 
     @property
     def watch(self) -> attention.Watch | None:
@@ -161,12 +176,17 @@ class Layer(CacheLayerMixin):
         """Attention for the tokens handed to :meth:`update`; afterwards they are judged and written down."""
         if self.new_keys is None or self.new_values is None:
             raise UnsupportedModel(
-                f"layer {self.number} was read twice after one update (layers that share keys and values); use DynamicCache for this model"
+                f"layer {self.number} was read more often than the {self.readers} time(s) its config speaks of; use DynamicCache for this model"
             )
         self.padding = rule.padding
         out, mass, scratch = attention.attend(self, query, rule, scale, softcap, sinks)
+        if mass is not None:
+            self.fresh_mass = mass if self.fresh_mass is None else self.fresh_mass + mass
+        self.reads += 1
+        if self.reads < self.readers:  # a later layer reads the same keys and values
+            return out
         before, incoming = self.held_bytes, self.new_keys.nbytes + self.new_values.nbytes
-        self._commit(mass)
+        self._commit(self.fresh_mass)
         self.cache.place.release(self.number)
         self.cache.note(self, before, incoming, scratch)
         return out
@@ -175,18 +195,20 @@ class Layer(CacheLayerMixin):
         """Forget the new tokens of a step that failed before they were written down."""
         if self.new_keys is not None:
             self.seen -= self.new_keys.shape[2]
-            self.new_keys = self.new_values = None
+            self.new_keys = self.new_values = self.fresh_mass = None
+            self.reads = 0
 
     def _commit(self, mass: Tensor | None) -> None:
-        keys, values, keep = self.new_keys, self.new_values, self.cache.strategy.keep
+        keys, values = self.new_keys, self.new_values
         assert keys is not None and values is not None
-        self.new_keys = self.new_values = None
+        self.new_keys = self.new_values = self.fresh_mass = None
+        self.reads = 0
         stored, new = len(self.store), keys.shape[2]
         if mass is not None:
             if len(self.mass):
                 mass[..., :stored] += self.mass.view()
             self.mass.set(mass)
-        limit = keep.limit()
+        limit = None if self.may_roll_back else self.keep.limit()
         if limit is None or stored + new <= limit:
             if len(self.columns):
                 self._append_columns(new)
@@ -203,18 +225,28 @@ class Layer(CacheLayerMixin):
         """Write down the new tokens and keep the ``limit`` most worthy of all. A prompt is judged before anything is copied."""
         new = keys.shape[2]
         columns = self.columns_with(torch.arange(self.seen - new, self.seen, device=keys.device))
+        if len(self.store):
+            self.store.append(keys, values)
+            self._select(limit, columns)
+        else:
+            index = survivors(self._priority(columns), limit, 0)
+            assert index is not None
+            self.store.append(_take(keys, index), _take(values, index))
+            self._record(columns, index)
+
+    def _select(self, limit: int, columns: Tensor | None = None) -> None:
+        """Keep the ``limit`` most worthy of the rows in the store."""
+        columns = self.columns_with(torch.empty(0, dtype=torch.int64, device=self.shape.device)) if columns is None else columns
         priority = self._priority(columns)
-        frozen = self.store.frozen
-        index = survivors(priority, limit, frozen)
+        index = survivors(priority, limit, min(self.store.frozen, columns.shape[2]))
         if index is None:
             self.store.thaw()
             index = survivors(priority, limit, 0)
             assert index is not None
-        if len(self.store):
-            self.store.append(keys, values)
-            self.store.select(index)
-        else:
-            self.store.append(_take(keys, index), _take(values, index))
+        self.store.select(index)
+        self._record(columns, index)
+
+    def _record(self, columns: Tensor, index: Tensor) -> None:
         self.columns.set(columns.expand(*index.shape[:2], -1).gather(2, index).int())
         if len(self.mass):
             self.mass.select(index)
@@ -229,7 +261,7 @@ class Layer(CacheLayerMixin):
             real = attention._gather_padding(self.padding, columns)
             positions = count.unsqueeze(1).expand(-1, at.shape[1], -1).gather(2, at).masked_fill(~real, -1)
         held = Held(columns, positions, self.seen, self.mass.view() if len(self.mass) else None)
-        priority = self.cache.strategy.keep.priority(held)
+        priority = self.keep.priority(held)
         return priority.masked_fill(positions < 0, -PROTECTED)
 
     # the lab's side
@@ -312,22 +344,52 @@ class KVCache(Cache):
             raise ValueError(f"KVCache: model={type(model).__name__} is no transformers model (it needs a config)")
         if strategy is not None and not isinstance(strategy, Strategy):
             raise ValueError(f"KVCache: strategy={strategy!r} is no kvlab.Strategy")
-        config: Any = model.config
-        text = config.get_text_config(decoder=True)
-        count = getattr(text, "num_hidden_layers", None)
-        if count is None or getattr(config, "is_encoder_decoder", False):
+        plan = layer_plan(model)
+        devices = {parameter.device for parameter in model.parameters()}
+        if len(devices) > 1:
             raise UnsupportedModel(
-                f"{type(model).__name__} is no decoder-only language model (looked for num_hidden_layers in its config)"
+                f"{type(model).__name__} lies on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); kvlab serves a model on one. "
+                "Load it with device_map=None and move it with .to(device)."
             )
         attention.attach(model)
         self.strategy = strategy or Strategy()
         self.watching: dict[int, attention.Watch] = {}
         self.read: list[int] = []  # ids that lab.generate fed, to notice an old prompt
-        super().__init__(layers=[Layer(self, i) for i in range(count)])
-        self.device = next(model.parameters()).device
+        self._modules, self._owner = frozenset(map(id, model.modules())), type(model).__name__
+        super().__init__(
+            layers=[
+                Layer(self, i, self.strategy.keep if window is None else Visible(size=max(1, window - 1)), readers)
+                for i, (window, readers) in enumerate(plan)
+            ]
+        )
+        self.device = devices.pop()
         self.place = self.strategy.place.state(self.layers, self.device)
         self.high_water = 0
         self._held = 0
+
+    def check_step(self, layer: Layer, keys: Tensor) -> None:
+        """Refuse new keys that do not follow from what the cache holds.
+
+        Raises ``RuntimeError`` after a step that failed half-way, ``ValueError`` for keys that are NaN or infinite (looked at on a CPU only: on a
+        GPU it would cost a wait a layer).
+        """
+        first = next((other for other in self.layers if other.is_initialized), layer)
+        if first is not layer and layer.seen + keys.shape[2] != first.seen:
+            raise RuntimeError(
+                f"layer {layer.number} has seen {layer.seen} tokens, layer {first.number} {first.seen}: an earlier step failed half-way. reset() the cache."
+            )
+        if keys.device.type == "cpu" and not bool(keys.isfinite().all()):
+            raise ValueError(
+                f"layer {layer.number}: the model's keys are not finite (NaN or infinite) in {keys.dtype}; nothing was stored. Half precision "
+                "overflows on some models: try bfloat16 or float32."
+            )
+
+    def check_module(self, module: nn.Module) -> None:
+        """Raise ``ValueError`` if ``module`` is no part of the model that this cache was made for."""
+        if id(module) not in self._modules:
+            raise ValueError(
+                f"this cache was made for another model ({self._owner}); make one for each: KVCache(model, strategy)"
+            )
 
     def reset(self) -> None:
         """Forget everything; the cache can then be used like a new one."""
@@ -378,6 +440,40 @@ class KVCache(Cache):
                     old = parts.get(key, Part(*key, 0, 0))
                     parts[key] = Part(*key, old.logical + buffer.logical, old.allocated + buffer.allocated)
         return Memory(tuple(parts.values()), self.high_water, reference, self.get_seq_length(), rows)
+
+
+def layer_plan(model: nn.Module) -> list[tuple[int | None, int]]:
+    """Of each layer: its own window (None: it sees everything) and how many layers read its keys and values, itself included.
+
+    Told by the cache that transformers would make. Raises ``UnsupportedModel`` for layers that keep something else than keys and values.
+    """
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    count = getattr(text, "num_hidden_layers", None)
+    if count is None or getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(
+            f"{type(model).__name__} is no decoder-only language model (looked for num_hidden_layers in its config)"
+        )
+    own = DynamicCache(config=config).layers
+    plan: list[tuple[int | None, int]] = []
+    for layer in own:
+        if isinstance(layer, DynamicSlidingWindowLayer) and type(layer).__mro__[1] is DynamicLayer:
+            plan.append((int(layer.sliding_window), 1))
+        elif type(layer) is DynamicLayer or type(layer).__name__ == "DummyLayer":
+            plan.append((None, 1))
+        else:
+            raise UnsupportedModel(
+                f"{type(model).__name__} has layers that keep more than keys and values ({type(layer).__name__}); use transformers' own DynamicCache "
+                "for it. kvlab.geometry still knows its sizes."
+            )
+    plan += [(None, 1)] * (count - len(plan))
+    shared = getattr(text, "num_kv_shared_layers", None) or 0
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * count
+    for reader in range(count - shared, count):  # reads the last layer of its kind that has keys of its own
+        owner = max((i for i in range(count - shared) if kinds[i] == kinds[reader]), default=None)
+        if owner is not None:
+            plan[owner] = (plan[owner][0], plan[owner][1] + 1)
+    return plan
 
 
 def forward(model: nn.Module, ids: Tensor, cache: Cache, padding: Tensor | None = None, last: bool = False) -> Tensor:

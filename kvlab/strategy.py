@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 AXES = ("keep", "store", "place")
 #: axis -> class name -> class, in the order of definition.
@@ -29,6 +29,7 @@ class Setting:
     unit: str = ""
     help: str = ""
     title: str = ""
+    covers: bool = False  # at a value that covers the sequence nothing is lost
 
     def check(self, owner: str, name: str, value: Any, default: Any) -> None:
         """Raise ``ValueError`` naming the setting, the value and the allowed range; ``TypeError`` never: panels show one kind."""
@@ -74,9 +75,13 @@ def param(
     unit: str = "",
     help: str = "",
     title: str = "",
+    covers: bool = False,
 ) -> Any:
-    """Declare one setting of a method: its default, bounds (inclusive) or choices, unit and help text."""
-    setting = Setting(low, high, step, choices, unit, help, title)
+    """Declare one setting of a method: its default, bounds (inclusive) or choices, unit and help text.
+
+    ``covers``: a number of tokens; where it covers the sequence, the method loses nothing. The parity tests find it by this.
+    """
+    setting = Setting(low, high, step, choices, unit, help, title, covers)
     return dataclasses.field(default=default, metadata={"setting": setting})
 
 
@@ -93,6 +98,7 @@ class Method:
     needs: ClassVar[frozenset[str]] = frozenset()
     offers: ClassVar[frozenset[str]] = frozenset()
     instead: ClassVar[str] = ""  # what to use when this method is refused
+    lossless: ClassVar[bool] = False  # nothing is lost, whatever the settings
 
     def __init_subclass__(cls, abstract: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -112,6 +118,13 @@ class Method:
     def settings(cls) -> dict[str, Setting]:
         fields = getattr(cls, "__dataclass_fields__", {})
         return {name: field.metadata["setting"] for name, field in fields.items() if "setting" in field.metadata}
+
+    def covering(self, tokens: int) -> Self | None:
+        """This method with room for ``tokens`` tokens, so that nothing of them is lost; None if it always loses something."""
+        for name, setting in self.settings().items():
+            if setting.covers:
+                return dataclasses.replace(self, **{name: max(getattr(self, name), tokens)})  # type: ignore[type-var]
+        return self if self.lossless else None
 
     def to_dict(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.settings()}

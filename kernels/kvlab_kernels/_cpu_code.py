@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
@@ -360,12 +361,24 @@ def _engine() -> Any:
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), target), target
 
 
-@functools.cache
+_functions: dict[tuple[Any, ...], int] = {}
+_compiling = threading.Lock()
+
+
 def function(what: str, reading: Reading, dim: int, rows: int) -> int:
-    """The address of ``void f(const int64_t *numbers)``; compiled at the first call."""
+    """The address of ``void f(const int64_t *numbers)``; compiled at the first call, by one thread."""
+    key = (what, reading, dim, rows)
+    if key not in _functions:
+        with _compiling:
+            if key not in _functions:
+                _functions[key] = _compile(*key)
+    return _functions[key]
+
+
+def _compile(what: str, reading: Reading, dim: int, rows: int) -> int:
     module = ir.Module(name="kvlab")
     module.triple = llvm.get_default_triple()
-    w = Writer(module, f"kvlab_{what}_{abs(hash((reading, dim, rows)))}", [I64.as_pointer()])
+    w = Writer(module, f"kvlab_{what}_{len(_functions)}", [I64.as_pointer()])
     fields = {name: w.b.load(w.b.gep(w.function.args[0], [w.number(i)])) for i, name in enumerate(FIELDS)}
     if openmp()[0]:
         kind = ir.FunctionType(I32, [])

@@ -49,3 +49,16 @@ class Keep(Method, abstract=True):
         Padding needs no care: it goes first, whatever is said here.
         """
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Visible(Keep, abstract=True):
+    """A model's own window: what its attention can still see of a layer. No setting of a strategy, the cache uses it by itself."""
+
+    size: int = 1
+
+    def limit(self) -> int:
+        return self.size
+
+    def priority(self, held: Held) -> Tensor:
+        return held.columns.float()

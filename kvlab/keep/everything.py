@@ -12,3 +12,4 @@ class Everything(Keep):
     """Every token stays: the full cache, and the control for all others."""
 
     title = "everything"
+    lossless = True

@@ -23,7 +23,7 @@ class HeavyHitter(Keep):
     needs = frozenset({"mass", "evict"})
 
     budget: int = param(
-        256, low=1, high=8192, step=16, unit="tokens", help="Tokens a head may hold, the protected ones included."
+        256, low=1, high=8192, step=16, unit="tokens", covers=True, help="Tokens a head may hold, the protected ones included."
     )
     recent: int = param(64, low=0, high=8192, step=16, unit="tokens", help="How many of the newest tokens are always kept.")
     sinks: int = param(4, low=0, high=64, step=1, unit="tokens", help="How many of the first tokens are always kept.")

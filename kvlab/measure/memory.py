@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from kvlab.geometry import Geometry
+from kvlab.keep.base import Visible
 from kvlab.store.base import LayerShape
 from kvlab.strategy import Strategy
 
@@ -26,20 +27,22 @@ def predict(geometry: Geometry, strategy: Strategy, tokens: int, *, batch: int =
     if bits not in (16, 32):
         raise ValueError(f"bits={bits} is not one of 16, 32")
     dtype = torch.float32 if bits == 32 else torch.float16
-    limit = strategy.keep.limit()
-    rows = tokens if limit is None else min(tokens, limit)
     out: dict[str, float] = {}
     for number, layer in enumerate(geometry.layers):
         if not layer.kv_heads:
             continue
+        # a layer with a window of its own keeps what its attention can still see, whatever the strategy
+        keep = strategy.keep if layer.window is None else Visible(size=max(1, layer.window - 1))
+        limit = keep.limit()
+        rows = tokens if limit is None else min(tokens, limit)
         shape = LayerShape(
             number, len(geometry.layers), batch, layer.kv_heads, layer.key_dim, layer.value_dim, dtype, torch.device("cpu")
         )
         parts = strategy.store.predict(rows, shape, evicting=rows < tokens)
         if limit is not None and tokens > limit:
-            shared = "mass" not in strategy.keep.needs  # every head holds the same tokens
+            shared = "mass" not in keep.needs  # every head holds the same tokens
             parts["columns"] = rows * 4 * (1 if shared else batch * layer.kv_heads)
-        if "mass" in strategy.keep.needs:
+        if "mass" in keep.needs:
             parts["evidence"] = rows * 4 * batch * layer.kv_heads
         for part, size in parts.items():
             out[part] = out.get(part, 0.0) + size

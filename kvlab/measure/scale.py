@@ -88,9 +88,7 @@ def scaled(
     away = not isinstance(strategy.place, Resident)
 
     def kv(how: Strategy, tokens: int) -> float:
-        return sum(
-            sum(predict(part, how, min(tokens, window or tokens), batch=requests).values()) for window, part in _by_window(shape)
-        )
+        return sum(predict(shape, how, tokens, batch=requests).values())
 
     def on_device(tokens: int) -> Breakdown:
         plain, held = geometry.breakdown(shape, tokens, requests=requests), kv(strategy, tokens)
@@ -119,11 +117,6 @@ def devices_for(model: str, device: str) -> int:
     """The fewest devices, of 1, 2, 4, 8 or 16, on which as much room is left as the weights take; 16 where none is enough."""
     weights = geometry.weight_bytes(geometry.find(model))
     return next((n for n in DEVICES if hardware.find(device).capacity(n) >= 2 * weights), DEVICES[-1])
-
-
-def _by_window(shape: Geometry) -> list[tuple[int | None, Geometry]]:
-    windows = dict.fromkeys(layer.window for layer in shape.kv_layers)
-    return [(window, replace(shape, layers=tuple(x for x in shape.kv_layers if x.window == window))) for window in windows]
 
 
 def _share(shape: Geometry) -> float:

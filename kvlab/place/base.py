@@ -40,6 +40,7 @@ class Place(Method, abstract=True):
     """Settings of a place."""
 
     axis = "place"
+    lossless = True
 
     def state(self, layers: Sequence[HasBuffers], device: torch.device) -> PlaceState:
         raise NotImplementedError

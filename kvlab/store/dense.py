@@ -17,6 +17,7 @@ class Dense(Store):
     """Every token as the model made it, appended in place to preallocated storage (never concatenated)."""
 
     title = "as it is"
+    lossless = True
 
     def state(self, shape: LayerShape) -> StoreState:
         return DenseState(shape)

@@ -40,7 +40,9 @@ class Int(Store):
         title="keys scaled per",
         help="What shares a key's scale: a channel over several tokens, a token's channels, or everything (the control that fails).",
     )
-    residual: int = param(0, low=0, high=4096, step=32, unit="tokens", help="The newest tokens that stay plain, at least.")
+    residual: int = param(
+        0, low=0, high=4096, step=32, unit="tokens", covers=True, help="The newest tokens that stay plain, at least."
+    )
     scales: str = param("float16", choices=tuple(SCALES), help="The format of scales and zero points.")
 
     def state(self, shape: LayerShape) -> StoreState:
