@@ -10,6 +10,7 @@ VENV ?= .venv
 TORCH_INDEX_URL ?=
 TRANSFORMERS ?=
 LAB_FLAGS ?=
+OLDEST := 5.17.0
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
@@ -20,7 +21,7 @@ CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help lab test lint unit kernels-test notebooks-test browser notebooks gpu nightly clean
+.PHONY: help lab test lint unit oldest kernels-test notebooks-test browser notebooks gpu nightly clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -33,6 +34,7 @@ lab: $(VENV)/.lab $(VENV)/.model
 test: $(VENV)/.test
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory oldest
 	@$(MAKE) --no-print-directory kernels-test
 	@$(MAKE) --no-print-directory notebooks-test
 	@$(MAKE) --no-print-directory browser
@@ -43,8 +45,13 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Two processes: the models are too small for one test to keep two cores busy.
 unit: $(VENV)/.test $(VENV)/.model
-	$(PY) -m pytest -q tests --ignore=tests/browser --ignore=tests/kernels
+	$(PY) -m pytest -q -n 2 --dist loadgroup tests --ignore=tests/browser --ignore=tests/kernels
+
+# What touches transformers, with the oldest one that is supported; it lies beside the pinned one and is found first.
+oldest: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=60 $(PY) -m pytest -q -n 2 tests/test_cache.py tests/test_families.py tests/test_generate.py tests/test_parity.py
 
 # A process of their own: Triton reads at its first import whether to interpret.
 kernels-test: $(VENV)/.test
@@ -83,6 +90,9 @@ $(VENV)/.lab: $(PY) $(PINNED)
 	@$(HAS_PIP)
 	$(PIP) -e ".[lab,kernels]"
 	@touch $@
+
+$(VENV)/transformers-$(OLDEST): | $(VENV)/.test
+	$(PY) -m pip --disable-pip-version-check install --quiet --no-deps --target $@ transformers==$(OLDEST)
 
 $(VENV)/.test: $(PY) $(PINNED)
 	@$(HAS_PIP)

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
+from kvlab import attention
 from kvlab.cache import KVCache, forward
+from kvlab.errors import UnsupportedModel
 from kvlab.geometry import Geometry
 from kvlab.memory import Memory
 from kvlab.models import SMOLLM2, load_model
@@ -104,7 +106,7 @@ class Lab:
             every: tokens between two points of ``growth``.
 
         Raises:
-            ValueError: an empty prompt, one that does not fit the context, or the old prompt again with a used cache.
+            ValueError: an empty prompt, one that does not fit the context, the old prompt again with a used cache, or logits that are NaN.
         """
         if cache is not None and strategy is not None and strategy != cache.strategy:
             raise ValueError("generate: the cache has a strategy of its own; give one of the two")
@@ -124,7 +126,7 @@ class Lab:
         for begin in range(0, ids.shape[1], chunk):
             logits = self.prefill(ids[:, begin : begin + chunk], cache, progress=progress)
             growth.append((cache.get_seq_length(), cache.memory()))
-        tokens = [int(logits[0, -1].argmax())]
+        tokens = [_next(logits)]
         first = time.perf_counter() - start
         stops, times = self._stops(), []
         while len(tokens) < max_new_tokens and tokens[-1] not in stops:
@@ -133,7 +135,7 @@ class Lab:
             start = time.perf_counter()
             logits = forward(self.model, torch.tensor([[tokens[-1]]], device=self.device), cache, last=True)
             cache.read.append(tokens[-1])
-            tokens.append(int(logits[0, -1].argmax()))
+            tokens.append(_next(logits))
             times.append(time.perf_counter() - start)
             if len(times) % every == 0:
                 growth.append((cache.get_seq_length(), cache.memory()))
@@ -161,6 +163,17 @@ class Lab:
         return set(stop) if isinstance(stop, list | tuple) else {stop}
 
 
+def _next(logits: Tensor) -> int:
+    """The most likely next token of ``[1, n, vocabulary]``. A NaN wins every argmax, so it cannot pass for a token."""
+    row = logits[0, -1]
+    best = int(row.argmax())
+    if not bool(row[best].isfinite()):
+        raise ValueError(
+            f"the model's output is not finite ({float(row[best])}) in {logits.dtype}: try bfloat16 or float32, or check the weights"
+        )
+    return best
+
+
 def load(
     name: str | os.PathLike[str] = SMOLLM2,
     *,
@@ -177,7 +190,7 @@ def load(
     Raises:
         ValueError: a wrong argument.
         ModelUnavailable: the files cannot be had. DamagedModel: they are broken.
-        UnsupportedModel: not a model kvlab can serve; two tokens are run through it to see.
+        UnsupportedModel: not a model kvlab can serve; three tokens are run through it to see.
     """
     model, tokenizer = load_model(name, dtype, device, progress)
     probe(model)
@@ -185,8 +198,39 @@ def load(
 
 
 def probe(model: Any) -> None:
-    """Run two tokens through a kvlab cache, one at a time. Raises ``UnsupportedModel`` if the model uses it in a way kvlab does not know."""
+    """Run three tokens through a kvlab cache and through transformers' own, in two steps, and compare.
+
+    Raises ``UnsupportedModel``, saying what was seen, if the model uses its cache in a way kvlab does not know, or if the logits differ by more than
+    the model's number format explains.
+    """
+    ids = torch.tensor([[1, 2, 1]], device=next(model.parameters()).device)
+    attention.detach(model)
+
+    def run(cache: Any) -> Tensor:
+        return torch.cat([forward(model, ids[:, :2], cache), forward(model, ids[:, 2:], cache)], 1).float()
+
+    name = type(model).__name__
     cache = KVCache(model)
-    token = torch.zeros((1, 1), dtype=torch.int64, device=next(model.parameters()).device)
-    for _ in range(2):
-        forward(model, token, cache, last=True)
+    attention.detach(model)
+    own = run(DynamicCache(config=model.config))
+    attention.attach(model)
+    try:
+        got = run(cache)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # whatever its attention did with a handle that is no tensor
+        raise UnsupportedModel(
+            f"{name} uses its keys and values in a way kvlab does not know ({type(error).__name__}: {error}). Use transformers' own DynamicCache for it; "
+            "kvlab.geometry still knows its sizes."
+        ) from error
+    if cache.get_seq_length() != ids.shape[1]:
+        raise UnsupportedModel(
+            f"{name} was given three tokens and its cache saw {cache.get_seq_length()}: the model does not use the cache it is given. Use transformers' own way."
+        )
+    gap, scale = float((got - own).abs().max()), float(own.abs().max())
+    allowed = max(1.0, scale) * {torch.float16: 0.02, torch.bfloat16: 0.1}.get(next(model.parameters()).dtype, 1e-3)
+    if not gap <= allowed:
+        raise UnsupportedModel(
+            f"{name} gives other logits through kvlab's cache than through transformers' (largest difference {gap:.2g} on three tokens, allowed "
+            f"{allowed:.2g}): its attention does something kvlab does not see. Use DynamicCache for it."
+        )

@@ -6,6 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # several processes share the processor: one thread each
+    torch.set_num_threads(1)
 DEVICE = torch.device(os.environ.get("KVLAB_TEST_DEVICE", "cpu"))
 COMMON = dict(
     vocab_size=97,

@@ -113,4 +113,10 @@ def _read(
 
 
 def _loss(logits: Tensor, ids: Tensor, prefill: int) -> Tensor:
-    return F.cross_entropy(logits.float(), ids[0, prefill:], reduction="none")
+    loss = F.cross_entropy(logits.float(), ids[0, prefill:], reduction="none")
+    if not bool(loss.isfinite().all()):
+        bad = prefill + int((~loss.isfinite()).nonzero()[0])
+        raise ValueError(
+            f"the model's output is not finite where token {bad} is predicted: try bfloat16 or float32, or check the weights"
+        )
+    return loss
