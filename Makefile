@@ -92,7 +92,7 @@ $(VENV)/.lab: $(PY) $(PINNED)
 	@touch $@
 
 $(VENV)/transformers-$(OLDEST): | $(VENV)/.test
-	$(PY) -m pip --disable-pip-version-check install --quiet --no-deps --target $@ transformers==$(OLDEST)
+	$(PY) -m pip --disable-pip-version-check install --quiet --no-deps --target $@ transformers==$(OLDEST) "huggingface-hub>=1.5,<2"
 
 $(VENV)/.test: $(PY) $(PINNED)
 	@$(HAS_PIP)

@@ -39,6 +39,10 @@ class Handle:
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
 
+    def to(self, *_: Any) -> Handle:
+        """Layers that share keys move them to their own device first; a model that kvlab serves has one."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python and torch.compile looking at what it is
             raise AttributeError(name)

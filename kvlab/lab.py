@@ -212,7 +212,12 @@ def probe(model: Any) -> None:
     name = type(model).__name__
     cache = KVCache(model)
     attention.detach(model)
-    own = run(DynamicCache(config=model.config))
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # the one that leaves nothing out: older versions' SDPA knows no soft cap
+    try:
+        own = run(DynamicCache(config=model.config))
+    finally:
+        model.set_attn_implementation(before)
     attention.attach(model)
     try:
         got = run(cache)

@@ -22,7 +22,12 @@ def feed(model, cache, ids: Tensor, cuts: list[int], padding: Tensor | None = No
 def plain(model, ids: Tensor, cuts: list[int], padding: Tensor | None = None) -> Tensor:
     """The same through transformers' DynamicCache and its own attention."""
     detach(model)
-    return feed(model, DynamicCache(config=model.config), ids, cuts, padding)
+    before = model.config._attn_implementation
+    if getattr(model.config, "attn_logit_softcapping", None):  # older transformers' SDPA leaves the cap out
+        model.set_attn_implementation("eager")
+    logits = feed(model, DynamicCache(config=model.config), ids, cuts, padding)
+    model.set_attn_implementation(before)
+    return logits
 
 
 def ours(model, strategy: Strategy, ids: Tensor, cuts: list[int], padding: Tensor | None = None) -> tuple[Tensor, KVCache]:

@@ -24,14 +24,19 @@ MODELS = ["llama", "mistral", "gemma2", "gpt_oss"]
 
 
 def generate(model, ids, strategy=None, **options):
+    before = None
     if strategy is None:
         detach(model)
-        extra = {}
+        before, extra = model.config._attn_implementation, {}
+        model.set_attn_implementation("eager")
     else:
         extra = {ARGUMENT: KVCache(model, strategy)}
     torch.manual_seed(0)
     options = {"max_new_tokens": 14, "do_sample": False, "pad_token_id": 0, "eos_token_id": 96} | options
-    return model.generate(ids, attention_mask=(ids != 0).long(), **options, **extra)
+    out = model.generate(ids, attention_mask=(ids != 0).long(), **options, **extra)
+    if before is not None:
+        model.set_attn_implementation(before)
+    return out
 
 
 WAYS = {
@@ -78,6 +83,7 @@ def test_assisted_decoding_after_eviction_is_refused(ids):
 def test_rows_are_chosen_and_repeated_as_by_transformers(ids, indices):
     model = zoo.model("gemma2")
     detach(model)
+    model.set_attn_implementation("eager")
     own = DynamicCache(config=model.config)
     forward(model, ids[:, :20], own)
     for strategy in FULL:
@@ -121,6 +127,7 @@ def test_many_turns_through_generate(ids):
             options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": 96}
             text = model.generate(text, attention_mask=torch.ones_like(text), **options, **{ARGUMENT: cache})
             detach(model)
+            model.set_attn_implementation("eager")
             again = model.generate(again, attention_mask=torch.ones_like(again), **options)
             attach(model)
             assert torch.equal(text, again), (strategy, turn)

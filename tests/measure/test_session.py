@@ -217,7 +217,8 @@ def test_the_full_cache_on_a_big_model_is_geometrys() -> None:
 
 def test_sliding_layers_stay_short_on_a_big_model() -> None:
     made = scale.scaled(Strategy(), "Gemma-2-9B", "H100 SXM 80GB")
-    assert [point.kv for point in made.predicted] == [point.kv for point in made.full]
+    # kvlab holds what attention can still see, one token less than the window, and the tokens' columns
+    assert [point.kv for point in made.predicted] == pytest.approx([point.kv for point in made.full], rel=1e-3)
 
 
 def test_four_bits_go_further_and_a_budget_has_no_end() -> None:
