@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlab.errors import UnsupportedModel
 from kvlab_kernels import cpu
+from kvlab_kernels.layout import BITS, Codes
 
 if TYPE_CHECKING:
     from kvlab.cache import Layer
@@ -202,7 +203,9 @@ def attend(
         return out, None, 0
 
     if stored and fused(query) and not layer.wants_mass and watch is None:
-        return _decode(layer, query, rule, scale, softcap, sinks), None, 0
+        layout = store.layout()
+        if layout is not None and triton_reads(layout):
+            return _decode(layer, layout, query, rule, scale, softcap, sinks), None, 0
 
     total = stored + new
     mass = torch.zeros((b, hk, total), dtype=torch.float32, device=query.device) if layer.wants_mass else None
@@ -258,12 +261,19 @@ def backend(device: torch.device | str | None = None) -> str:
     return "llvm" if kind == "cpu" and cpu.available() else "torch"
 
 
-def _decode(layer: Layer, query: Tensor, rule: Rule, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
+def triton_reads(layout: tuple[Tensor | Codes, ...] | Any) -> bool:
+    """Whether the Triton kernel reads keys and values as they lie."""
+    return all(not isinstance(x, Codes) or (x.bits in BITS and x.format == "int" and x.zero is not None) for x in layout)
+
+
+def _decode(
+    layer: Layer, layout: Any, query: Tensor, rule: Rule, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """The fused kernel: it reads the codes, no dense copy. The new tokens and the store's plain tail are its second part."""
     from kvlab_kernels.decode import decode_attention
 
     assert layer.new_keys is not None and layer.new_values is not None
-    keys, values, *tail = layer.store.layout()
+    keys, values, *tail = layout
     tails = [
         torch.cat([old, new], 2) if old is not None else new
         for old, new in zip(tail, (layer.new_keys, layer.new_values), strict=True)

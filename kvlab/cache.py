@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -229,7 +230,7 @@ class Layer(CacheLayerMixin):
             self.store.append(keys, values)
             self._select(limit, columns)
         else:
-            index = survivors(self._priority(columns), limit, 0)
+            index = survivors(self._priority(columns), limit, [])
             assert index is not None
             self.store.append(_take(keys, index), _take(values, index))
             self._record(columns, index)
@@ -238,10 +239,10 @@ class Layer(CacheLayerMixin):
         """Keep the ``limit`` most worthy of the rows in the store."""
         columns = self.columns_with(torch.empty(0, dtype=torch.int64, device=self.shape.device)) if columns is None else columns
         priority = self._priority(columns)
-        index = survivors(priority, limit, min(self.store.frozen, columns.shape[2]))
+        index = survivors(priority, limit, self.store.borders)
         if index is None:
             self.store.thaw()
-            index = survivors(priority, limit, 0)
+            index = survivors(priority, limit, [])
             assert index is not None
         self.store.select(index)
         self._record(columns, index)
@@ -293,33 +294,49 @@ class _AtHand:
         self.layer.cache.place.release(self.layer.number)
 
 
-def survivors(priority: Tensor, limit: int, frozen: int) -> Tensor | None:
+def survivors(priority: Tensor, limit: int, borders: list[int]) -> Tensor | None:
     """Rows to keep, int64 ``[b, h, limit]`` ascending, from ``priority`` ``[b, h, n]``: the highest, ties to the newest.
 
-    The first ``frozen`` rows are codes; as many of them must go in every head, so the split between codes and plain rows is the
-    rounded mean of what the heads would choose by themselves, as far as protected tokens and padding allow. None: they do not.
+    Between two ``borders`` as many rows must go in every head (codes of a head cannot outnumber another's). So each part's share is the rounded mean
+    of what the heads would choose by themselves, as far as protected tokens and padding allow. None: they do not.
     """
     n = priority.shape[2]
     drop = n - limit
     goes = torch.zeros_like(priority, dtype=torch.bool)
     goes.scatter_(2, priority.sort(dim=2, stable=True).indices[..., :drop], True)
-    if 0 < frozen < n:
-        plain = goes[..., frozen:].sum(2)
-        if int(plain.min()) != int(plain.max()):
-            padding, free = priority == -PROTECTED, priority != PROTECTED
-            pad_codes, pad_plain = padding[..., :frozen].sum(2), padding[..., frozen:].sum(2)
-            all_pads_go = pad_codes + pad_plain <= drop
-            low = torch.where(all_pads_go, pad_plain.maximum(drop - free[..., :frozen].sum(2)), drop - pad_codes).clamp(min=0)
-            high = torch.where(all_pads_go, free[..., frozen:].sum(2).minimum(drop - pad_codes), pad_plain.clamp(max=drop))
-            least, most = int(low.max()), int(high.min())
-            if least > most:
-                return None
-            share = min(max(round(float(plain.double().mean())), least), most)
-            goes.zero_()
-            for begin, end, count in ((0, frozen, drop - share), (frozen, n, share)):
-                order = priority[..., begin:end].sort(dim=2, stable=True).indices[..., :count]
-                goes[..., begin:end].scatter_(2, order, True)
+    edges = [0, *borders, n]
+    parts = list(itertools.pairwise(edges))
+    wanted = [goes[..., begin:end].sum(2) for begin, end in parts]
+    if any(int(count.min()) != int(count.max()) for count in wanted):
+        shares = _shares(priority, drop, parts, wanted)
+        if shares is None:
+            return None
+        goes.zero_()
+        for (begin, end), count in zip(parts, shares, strict=True):
+            order = priority[..., begin:end].sort(dim=2, stable=True).indices[..., :count]
+            goes[..., begin:end].scatter_(2, order, True)
     return (~goes).nonzero()[:, 2].view(*priority.shape[:2], limit)
+
+
+def _shares(priority: Tensor, drop: int, parts: list[tuple[int, int]], wanted: list[Tensor]) -> list[int] | None:
+    """How many rows go from each part, the same in every head: near what the heads want, padding first, nothing protected."""
+    padding = [(priority[..., begin:end] == -PROTECTED).sum(2) for begin, end in parts]
+    free = [(priority[..., begin:end] != PROTECTED).sum(2) for begin, end in parts]
+    total = sum(padding[1:], padding[0])
+    fits = total <= drop  # all padding of this head goes, and other rows with it; or padding alone
+    low = [int(torch.where(fits, pad, (drop - total + pad).clamp(min=0)).max()) for pad in padding]
+    high = [int(torch.where(fits, loose, pad).min()) for loose, pad in zip(free, padding, strict=True)]
+    if any(least > most for least, most in zip(low, high, strict=True)) or not sum(low) <= drop <= sum(high):
+        return None
+    shares = [
+        min(max(round(float(count.double().mean())), least), most) for count, least, most in zip(wanted, low, high, strict=True)
+    ]
+    while (off := drop - sum(shares)) != 0:  # rounding, or a bound: give to the newest part that can take, or take from it
+        for i in reversed(range(len(shares))):
+            step = min(off, high[i] - shares[i]) if off > 0 else max(off, low[i] - shares[i])
+            shares[i] += step
+            off -= step
+    return shares
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

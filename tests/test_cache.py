@@ -175,7 +175,7 @@ def test_codes_that_stay_do_not_change(llama, ids, axis):
         for h in range(2)
         for i, c in enumerate(columns[0, min(h, columns.shape[1] - 1)])
     }
-    frozen = dict.fromkeys(before, cache.layers[0].store.frozen)
+    frozen = dict.fromkeys(before, len(cache.layers[0].store.keys))
     assert frozen
     for t in range(32, 40):
         forward(llama, ids[:, t : t + 1], cache)
@@ -250,7 +250,7 @@ def test_crop_cuts_through_a_group(llama, ids):
     cache.crop(-5)
     after, _, columns = cache.layers[0].dense()
     assert torch.equal(after, before[:, :, :27]) and columns.shape[2] == 27
-    assert cache.layers[0].store.frozen == 24
+    assert cache.layers[0].store.borders == [24]
     cache.crop(0)
     cache.crop(-100)
     assert cache.get_seq_length() == 0

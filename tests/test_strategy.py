@@ -55,7 +55,7 @@ def test_every_method_stands_in_the_readme():
 def test_rules_between_settings():
     with pytest.raises(ValueError, match="budget=16 is below recent \\+ sinks = 68"):
         keep.HeavyHitter(budget=16)
-    with pytest.raises(ValueError, match="bits=5 is not one of 8, 4, 2"):
+    with pytest.raises(ValueError, match="bits=5 is not one of 8, 4, 3, 2"):
         store.Int(bits=5)
     with pytest.raises(ValueError, match="size=0 is out of range \\(allowed: 1 to 8192 tokens\\)"):
         keep.Window(size=0)

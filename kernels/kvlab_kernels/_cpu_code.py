@@ -19,6 +19,7 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 
 from .cpu import openmp
+from .layout import PARTS
 
 ROWS = 4  # query rows that share the loads of a key or value
 LANES = 8  # numbers in a vector
@@ -41,10 +42,10 @@ I1, I8, I16, I32, I64, F16, F32 = (
 
 @dataclass(frozen=True)
 class Reading:
-    """How one side lies in memory. ``kind``: "float32", "float16", "bfloat16" or "codes"; the rest is about codes.
+    """How one side lies in memory. ``kind``: "float32", "float16", "bfloat16", or of codes "int", "e4m3", "e5m2"; the rest is about codes.
 
     ``axis``: "channel" or "token"; ``group``: tokens or channels that share a scale; ``table``: a token's row of scales is looked up;
-    ``half``: scales are float16.
+    ``half``: scales are float16; ``symmetric``: there are no zero points.
     """
 
     kind: str
@@ -53,18 +54,16 @@ class Reading:
     group: int = 1
     table: bool = False
     half: bool = False
-
-    @property
-    def fields(self) -> int:
-        return 8 // self.bits if self.kind == "codes" else 1
+    symmetric: bool = False
 
     def row(self, dim: int) -> int:
         """Bytes of a token."""
-        return dim // self.fields * {"float32": 4, "float16": 2, "bfloat16": 2, "codes": 1}[self.kind]
+        return dim * {"float32": 32, "float16": 16, "bfloat16": 16}.get(self.kind, self.bits) // 8
 
     def step(self, dim: int) -> int:
         """Channels in a piece that lies in one plane and in one scale group."""
-        return gcd(dim // self.fields, self.group) if self.axis == "token" else dim // self.fields
+        plane = dim * min(PARTS[self.bits]) // 8 if self.kind == "int" else dim
+        return gcd(plane, self.group) if self.axis == "token" else plane
 
     @property
     def scale_item(self) -> int:
@@ -148,24 +147,45 @@ class Writer:
     def _declare(self, name: str, kind: Any) -> Any:
         return self.module.globals.get(name) or ir.Function(self.module, kind, name)
 
-    def numbers(self, address: Any, reading: Reading, channel: int, width: int, lanes: int) -> Any:
-        """``lanes`` numbers of a token from ``channel`` on, as floats; codes bare."""
+    def numbers(self, address: Any, reading: Reading, channel: int, dim: int, lanes: int) -> Any:
+        """``lanes`` numbers of a token of ``dim`` from ``channel`` on, as floats; codes bare, symmetric ones around zero."""
         floats, whole = ir.VectorType(F32, lanes), ir.VectorType(I32, lanes)
-        if reading.kind == "float32":
+        kind = reading.kind
+        if kind == "float32":
             return self.floats(address, lanes, 4 * channel)
-        if reading.kind == "float16":
+        if kind == "float16":
             return self.b.fpext(self.load(address, ir.VectorType(F16, lanes), 2 * channel), floats)
-        if reading.kind == "bfloat16":
+        if kind == "bfloat16":
             raw = self.b.zext(self.load(address, ir.VectorType(I16, lanes), 2 * channel), whole)
             return self.b.bitcast(self.b.shl(raw, ir.Constant(whole, [16] * lanes)), floats)
-        plane, byte = divmod(channel, width)
         small = ir.VectorType(I8, lanes)
-        raw = self.load(address, small, byte)
-        if plane:
-            raw = self.b.lshr(raw, ir.Constant(small, [plane * reading.bits] * lanes))
-        if reading.bits < 8 and plane < reading.fields - 1:
-            raw = self.b.and_(raw, ir.Constant(small, [2**reading.bits - 1] * lanes))
-        return self.b.sitofp(self.b.zext(raw, whole), floats)
+        if kind in ("e4m3", "e5m2"):
+            return self._small_floats(self.load(address, small, channel), kind, lanes)
+        code, start, done = None, 0, 0
+        for part in PARTS[reading.bits]:
+            width = dim * part // 8
+            plane, byte = divmod(channel, width)
+            raw = self.load(address, small, start + byte)
+            if plane:
+                raw = self.b.lshr(raw, ir.Constant(small, [plane * part] * lanes))
+            if (plane + 1) * part < 8:
+                raw = self.b.and_(raw, ir.Constant(small, [2**part - 1] * lanes))
+            code = raw if code is None else self.b.or_(code, self.b.shl(raw, ir.Constant(small, [done] * lanes)))
+            start, done = start + width, done + part
+        out = self.b.sitofp(self.b.zext(code, whole), floats)
+        return self.b.fsub(out, ir.Constant(floats, [float(2 ** (reading.bits - 1))] * lanes)) if reading.symmetric else out
+
+    def _small_floats(self, raw: Any, kind: str, lanes: int) -> Any:
+        """Bytes as 8-bit floats: moved to where float16 has its exponent, then, for e4m3, scaled by what the exponents' biases differ."""
+        wide, floats = ir.VectorType(I16, lanes), ir.VectorType(F32, lanes)
+        bits = self.b.zext(raw, wide)
+        if kind == "e5m2":
+            moved = self.b.shl(bits, ir.Constant(wide, [8] * lanes))
+            return self.b.fpext(self.b.bitcast(moved, ir.VectorType(F16, lanes)), floats)
+        sign = self.b.shl(self.b.and_(bits, ir.Constant(wide, [0x80] * lanes)), ir.Constant(wide, [8] * lanes))
+        size = self.b.shl(self.b.and_(bits, ir.Constant(wide, [0x7F] * lanes)), ir.Constant(wide, [7] * lanes))
+        half = self.b.bitcast(self.b.or_(sign, size), ir.VectorType(F16, lanes))
+        return self.b.fmul(self.b.fpext(half, floats), ir.Constant(floats, [256.0] * lanes))
 
     def scales(self, address: Any, half: bool, first: int, lanes: int) -> Any:
         return self.numbers(address, Reading("float16" if half else "float32"), first, 1, lanes)
@@ -194,9 +214,9 @@ def score(w: Writer, reading: Reading, dim: int, rows: int, a: dict[str, Any], f
                 sums = _products(w, reading, dim, count, w.add(query, m * row_bytes), key, scale, zero)
                 for r in range(count):
                     total = w.total(sums[r])
-                    if folds:
+                    if folds and not reading.symmetric:
                         total = w.b.fadd(total, w.b.load(offsets[m + r]))
-                    for g in range(groups if by_group else 0):
+                    for g in range(groups if by_group and not reading.symmetric else 0):
                         z = w.b.extract_element(w.scales(zero, reading.half, g, 1), ir.Constant(I32, 0))
                         total = w.fma(w.load(a["sums"], F32, 4 * ((m + r) * groups + g), 4), z, total)
                     w.store(total, w.add(w.add(a["out"], w.mul(a["out_bytes"], m + r)), w.mul(n, 4)), align=4)
@@ -212,11 +232,13 @@ def score(w: Writer, reading: Reading, dim: int, rows: int, a: dict[str, Any], f
         lanes = gcd(LANES, dim)
         offset = [w.zeros(lanes) for _ in range(rows)]
         for channel in range(0, dim, lanes):
-            s, z = w.scales(scale, reading.half, channel, lanes), w.scales(zero, reading.half, channel, lanes)
+            s = w.scales(scale, reading.half, channel, lanes)
+            z = None if reading.symmetric else w.scales(zero, reading.half, channel, lanes)
             for r in range(rows):
                 q = w.floats(query, lanes, 4 * (r * dim + channel))
                 w.store(w.b.fmul(q, s), folded, 4 * (r * dim + channel), 4)
-                offset[r] = w.fma(q, z, offset[r])
+                if z is not None:
+                    offset[r] = w.fma(q, z, offset[r])
         for r in range(rows):
             w.b.store(w.total(offset[r]), offsets[r])
         start = w.mul(group, reading.group)
@@ -226,16 +248,17 @@ def score(w: Writer, reading: Reading, dim: int, rows: int, a: dict[str, Any], f
 
 def _products(w: Writer, reading: Reading, dim: int, rows: int, query: Any, key: Any, scale: Any, zero: Any) -> list[Any]:
     """Sums, still in vectors, of ``rows`` queries times one token."""
-    width, step = dim // reading.fields, reading.step(dim)
+    step = reading.step(dim)
     lanes = gcd(LANES, step)
     by_group = reading.axis == "token"
     whole = [w.zeros(lanes) for _ in range(rows)]
     for start in range(0, dim, step):
         sums = [w.zeros(lanes) for _ in range(rows)] if by_group else whole
         for channel in range(start, start + step, lanes):
-            x = w.numbers(key, reading, channel, width, lanes)
+            x = w.numbers(key, reading, channel, dim, lanes)
             if reading.table:
-                x = w.fma(x, w.scales(scale, reading.half, channel, lanes), w.scales(zero, reading.half, channel, lanes))
+                s = w.scales(scale, reading.half, channel, lanes)
+                x = w.b.fmul(x, s) if reading.symmetric else w.fma(x, s, w.scales(zero, reading.half, channel, lanes))
             for r in range(rows):
                 sums[r] = w.fma(w.floats(query, lanes, 4 * (r * dim + channel)), x, sums[r])
         if by_group:
@@ -247,7 +270,7 @@ def _products(w: Writer, reading: Reading, dim: int, rows: int, query: Any, key:
 
 def mix(w: Writer, reading: Reading, dim: int, rows: int, a: dict[str, Any], part: Any, parts: Any) -> None:
     """Weighted sums of one head's values. Threads that share a head take chunks of channels: ``part`` of ``parts`` (tokens would need a sum)."""
-    width, step = dim // reading.fields, reading.step(dim)
+    step = reading.step(dim)
     lanes = gcd(LANES, step)
     wide = 2 if step // lanes % 2 == 0 else 1  # vectors at a time: with four rows, eight sums stay in registers
     by_group = reading.axis == "token"
@@ -285,7 +308,7 @@ def mix(w: Writer, reading: Reading, dim: int, rows: int, a: dict[str, Any], par
                             w.b.store(w.floats(places[r], lanes, 4 * v * lanes), sums[r][v])
                     with w.loop(w.number(0), count) as n:
                         row = w.add(data, w.mul(n, reading.row(dim)))
-                        x = [w.numbers(row, reading, channel + v * lanes, width, lanes) for v in range(wide)]
+                        x = [w.numbers(row, reading, channel + v * lanes, dim, lanes) for v in range(wide)]
                         for r in range(few):
                             weight = w.splat(w.load(w.add(lines[r], w.mul(n, 4)), F32, align=4), lanes)
                             for v in range(wide):
@@ -293,7 +316,7 @@ def mix(w: Writer, reading: Reading, dim: int, rows: int, a: dict[str, Any], par
                     for r in range(few):
                         for v in range(wide):
                             w.store(w.b.load(sums[r][v]), places[r], 4 * v * lanes, 4)
-    if not by_group:
+    if not by_group or reading.symmetric:
         return
     for number, channel in enumerate(chunks):
         with w.b.if_then(mine[number]):
@@ -325,7 +348,7 @@ def _scale_weights(
 
     def some(n: Any, lanes: int) -> None:
         both = []
-        for address in (scale, zero):
+        for address in (scale,) if reading.symmetric else (scale, zero):
             raw = w.scales(w.add(address, w.mul(n, groups * item)), reading.half, 0, lanes * groups)
             undefined = ir.Constant(raw.type, ir.Undefined)
             masks = [ir.Constant(ir.VectorType(I32, lanes), [j * groups + g for j in range(lanes)]) for g in range(groups)]
@@ -334,6 +357,8 @@ def _scale_weights(
             p = w.floats(w.add(w.add(line, w.mul(a["row_bytes"], r)), w.mul(n, 4)), lanes)
             for g in range(groups):
                 w.store(w.b.fmul(p, both[0][g]), w.add(w.add(to, 4 * BLOCK * (g * rows + r)), w.mul(n, 4)), align=4)
+                if reading.symmetric:
+                    continue
                 more = (
                     w.total(w.b.fmul(p, both[1][g]))
                     if lanes > 1

@@ -106,10 +106,11 @@ class _Side:
         none = _NONE
         if isinstance(x, Codes):
             half = x.scale.dtype == torch.float16
-            self.data, self.scale, self.zero = _rows(x.codes), _rows(x.scale), _rows(x.zero)
+            self.data, self.scale = _rows(x.codes), _rows(x.scale)
+            self.zero = none if x.zero is None else _rows(x.zero)
             self.table = none if x.group is None else _rows(x.group)
             self.axis, self.group, self.dim = x.axis, x.group_size, x.head_dim
-            self.reading = Reading("codes", x.bits, x.axis, x.group_size, x.group is not None, half)
+            self.reading = Reading(x.format, x.bits, x.axis, x.group_size, x.group is not None, half, x.zero is None)
         else:
             self.data, self.scale, self.zero, self.table = _rows(x), none, none, none
             self.axis, self.group, self.dim = "", 1, x.shape[3]

@@ -299,7 +299,7 @@ def _side(name: str, x: Tensor | Codes, q: Tensor, interpreted: bool) -> Side:
             dot = torch.float32  # the interpreter multiplies bfloat16 bit patterns
         return Side(x, _reading(x, "dense", 8, 1, dim, dim, dim, 0, dot))
 
-    _check_codes(name, x, batch, dim)
+    zero = _check_codes(name, x, batch, dim)
     dot = torch.float32 if q.dtype == torch.float32 else torch.float16
     plane = dim * x.bits // 8
     kind, chunk = x.axis, plane
@@ -313,7 +313,7 @@ def _side(name: str, x: Tensor | Codes, q: Tensor, interpreted: bool) -> Side:
     if chunk % 2 == 0 and _even(x.codes):
         words, word = x.codes.view(torch.int16), 2
     half = dot == torch.float16
-    pairs = kind == "channel" and word == 2 and x.zero.dtype == torch.float16 and _even(x.zero)
+    pairs = kind == "channel" and word == 2 and zero.dtype == torch.float16 and _even(zero)
     reading = _reading(words, kind, x.bits, word, dim, chunk, x.group_size, x.scale.stride(2), dot)
     return Side(
         words, replace(reading, half=half, fast=half and word == 2 and not interpreted, lift=half and word == 2, pairs=pairs), x
@@ -345,8 +345,12 @@ def _alignment(x: Tensor) -> int:
     return gcd(16 // x.element_size(), x.stride(0), x.stride(1))
 
 
-def _check_codes(name: str, x: Codes, batch: int, dim: int) -> None:
-    """The promises of :class:`Codes` that a kernel relies on."""
+def _check_codes(name: str, x: Codes, batch: int, dim: int) -> Tensor:
+    """The promises of :class:`Codes` that a kernel relies on; the zero points."""
+    if x.format != "int" or x.zero is None:
+        raise ValueError(
+            f"{name} has format={x.format!r} {'without' if x.zero is None else 'with'} zero points, must be 'int' with them"
+        )
     if x.bits not in BITS:
         raise ValueError(f"{name} has bits={x.bits}, must be one of {BITS}")
     if x.axis not in ("channel", "token"):
@@ -374,3 +378,4 @@ def _check_codes(name: str, x: Codes, batch: int, dim: int) -> None:
         raise ValueError(f"{name}.scale and {name}.zero must have the same strides, got {x.scale.stride()} and {x.zero.stride()}")
     if x.group is not None and (x.group.dtype != torch.int32 or tuple(x.group.shape) != (batch, heads, n)):
         raise ValueError(f"{name}.group is {x.group.dtype} {list(x.group.shape)}, must be int32 {[batch, heads, n]}")
+    return x.zero

@@ -4,7 +4,8 @@ A tensor ``x`` of shape ``[B, H, N, D]`` (batch, KV heads, tokens, head dim) is 
 ``x ≈ code * scale + zero``. Codes of fewer than eight bits are packed along the head dim in *planes*: with ``F = 8 // bits``
 fields a byte, byte ``j`` of a token holds the channels ``j, j + D/F, j + 2D/F, …``, the first in the lowest bits. So a token's
 row is a row of bytes (tokens can be gathered, paged and dropped one by one), and unpacking is a shift and a mask with no
-interleaving: ``q @ x.T`` is the sum over planes of ``q[plane] @ field.T``.
+interleaving: ``q @ x.T`` is the sum over planes of ``q[plane] @ field.T``. Three bits are written as the two lower bits of all channels in
+planes of four fields, then the third bits in planes of eight: three eighths of a byte a number, and no number straddles two bytes.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BITS = (8, 4, 2)
+BITS = (8, 4, 2)  # what the Triton kernels read
+WIDTHS = (8, 4, 3, 2)
+PARTS = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # how many bits of a code go into planes together, the lowest first
+FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
 class Codes:
     """Quantized keys or values, packed.
 
-    ``codes``: uint8 ``[B, H, N, D * bits // 8]``; the last dim is contiguous, the others may have any stride.
-    ``scale``, ``zero``: float16 or float32, ``zero`` is the value of code 0. Their shape says what shares a scale:
+    ``codes``: uint8 ``[B, H, N, D * bits // 8]``; the last dim is contiguous, the others may have any stride. ``format``: "int", or "e4m3" or
+    "e5m2" for bytes that are 8-bit floats.
+    ``scale``, ``zero``: float16 or float32, ``zero`` is the value of code 0, or None where codes are symmetric: then code ``2**(bits - 1)`` is
+    zero (of floats, zero is). Their shape says what shares a scale:
 
     * ``axis="channel"``: ``[B, H, S, D]``; token ``n`` uses row ``group[b, h, n]``, or row ``n // group_size`` if ``group`` is None.
     * ``axis="token"``: ``[B, H, N, D // group_size]``; channel ``d`` of a token uses column ``d // group_size``.
@@ -32,56 +38,78 @@ class Codes:
 
     codes: Tensor
     scale: Tensor
-    zero: Tensor
+    zero: Tensor | None
     bits: int
     axis: str
     group_size: int
     group: Tensor | None = None
+    format: str = "int"
 
     @property
     def head_dim(self) -> int:
         return self.codes.shape[-1] * 8 // self.bits
 
 
+def check_packs(dim: int, bits: int) -> None:
+    """Raise ``ValueError`` unless a head of ``dim`` numbers fills whole bytes at every plane."""
+    if bits not in WIDTHS:
+        raise ValueError(f"bits={bits} must be one of {WIDTHS}")
+    multiple = 8 // min(PARTS[bits])
+    if dim % multiple:
+        raise ValueError(f"head dim {dim} cannot be packed at {bits} bits: it must be a multiple of {multiple}")
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 ``[..., D]`` with values under ``2**bits`` -> uint8 ``[..., D * bits // 8]``. ``D`` must be a multiple of ``8 // bits``."""
+    """uint8 ``[..., D]`` with values under ``2**bits`` -> uint8 ``[..., D * bits // 8]``. Raises ``ValueError`` if ``D`` does not fill bytes."""
     if bits == 8:
         return codes
-    fields = 8 // bits
-    if codes.shape[-1] % fields:
-        raise ValueError(f"head dim {codes.shape[-1]} cannot be packed at {bits} bits: it must be a multiple of {fields}")
-    planes = codes.chunk(fields, dim=-1)
-    packed = planes[0].clone()
-    for i, plane in enumerate(planes[1:], start=1):
-        packed |= plane << (i * bits)
-    return packed
-
-
-def planes(packed: Tensor, bits: int) -> list[Tensor]:
-    """uint8 ``[..., D * bits // 8]`` -> ``8 // bits`` uint8 tensors of that shape; concatenated they are the ``D`` channels."""
-    if bits == 8:
-        return [packed]
-    mask, fields = 2**bits - 1, 8 // bits
-    low = [(packed >> (i * bits)) & mask for i in range(fields - 1)]
-    return [*low, packed >> (8 - bits)]
+    check_packs(codes.shape[-1], bits)
+    packed, done = [], 0
+    for part in PARTS[bits]:
+        field = (codes >> done) & (2**part - 1) if len(PARTS[bits]) > 1 else codes
+        first, *others = field.chunk(8 // part, dim=-1)
+        first = first.clone()
+        for i, plane in enumerate(others, start=1):
+            first |= plane << (i * part)
+        packed.append(first)
+        done += part
+    return packed[0] if len(packed) == 1 else torch.cat(packed, dim=-1)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The inverse of :func:`pack`."""
-    return packed if bits == 8 else torch.cat(planes(packed, bits), dim=-1)
+    if bits == 8:
+        return packed
+    dim, start, done = packed.shape[-1] * 8 // bits, 0, 0
+    whole: Tensor | None = None
+    for part in PARTS[bits]:
+        width, fields = dim * part // 8, 8 // part
+        bytes_ = packed[..., start : start + width]
+        low = [(bytes_ >> (i * part)) & (2**part - 1) for i in range(fields - 1)]
+        field = torch.cat([*low, bytes_ >> (8 - part)], dim=-1)
+        whole = field if whole is None else whole | (field << done)
+        start, done = start + width, done + part
+    assert whole is not None
+    return whole
 
 
 def dequantize(x: Codes, dtype: torch.dtype = torch.float32) -> Tensor:
     """``[B, H, N, D]`` in ``dtype``: the plain reading of :class:`Codes`, the reference for every fast path."""
-    code = unpack(x.codes, x.bits).to(torch.float32)
-    scale, zero = x.scale.float(), x.zero.float()
-    if x.axis == "token":
-        size = x.group_size
-        scale, zero = scale.repeat_interleave(size, -1), zero.repeat_interleave(size, -1)
-    elif x.group is not None:
-        row = x.group.long()[..., None].expand(*code.shape)
-        scale, zero = scale.gather(2, row), zero.gather(2, row)
+    if x.format in FLOATS:
+        code = x.codes.view(FLOATS[x.format]).to(torch.float32)
     else:
-        row = torch.arange(code.shape[2], device=code.device) // x.group_size
-        scale, zero = scale[:, :, row], zero[:, :, row]
-    return (code * scale + zero).to(dtype)
+        code = unpack(x.codes, x.bits).to(torch.float32)
+        if x.zero is None:
+            code -= 2 ** (x.bits - 1)
+    scale, zero = x.scale.float(), None if x.zero is None else x.zero.float()
+    scale = _spread(x, scale, code.shape)
+    return (code * scale if zero is None else code * scale + _spread(x, zero, code.shape)).to(dtype)
+
+
+def _spread(x: Codes, numbers: Tensor, shape: torch.Size) -> Tensor:
+    """A scale or zero point for each number."""
+    if x.axis == "token":
+        return numbers.repeat_interleave(x.group_size, -1)
+    if x.group is not None:
+        return numbers.gather(2, x.group.long()[..., None].expand(*shape))
+    return numbers[:, :, torch.arange(shape[2], device=numbers.device) // x.group_size]

@@ -37,6 +37,7 @@ def plan(x: Tensor, out: Codes) -> tuple[Any, tuple[int, ...], tuple, dict[str, 
     from . import _quantize_kernels as kernels
 
     b, h, n, d = x.shape
+    assert out.zero is not None  # destination() saw to it
     for name, t in (("codes", out.codes), ("scale", out.scale), ("zero", out.zero)):
         if t.stride(3) != 1 and t.shape[3] > 1:
             raise ValueError(f"out.{name} has stride {t.stride(3)} in its last dim, must be 1")

@@ -25,6 +25,7 @@ def quantize_torch(
     ``out``: codes to write into (views of a cache's storage, say); returned. Raises ValueError for what does not fit.
     """
     out = destination(x, bits, axis, group_size, scale_dtype, out)
+    assert out.zero is not None  # destination() saw to it
     n = x.shape[2]
     row = max(1, x[:, :, :1].numel())
     step = max(1, PIECE // row)
@@ -75,6 +76,8 @@ def destination(x: Tensor, bits: int, axis: str, group_size: int, scale_dtype: t
         codes = torch.empty(shape, dtype=torch.uint8, device=x.device)
         scale, zero = (torch.empty(scale_shape, dtype=scale_dtype, device=x.device) for _ in range(2))
         return Codes(codes, scale, zero, bits, axis, group_size)
+    if out.zero is None or out.format != "int":
+        raise ValueError(f"out has format={out.format!r} and zero={out.zero}, must be 'int' with zero points")
     given = (out.bits, out.axis, out.group_size, tuple(out.codes.shape), tuple(out.scale.shape), tuple(out.zero.shape))
     wanted = (bits, axis, group_size, shape, scale_shape, scale_shape)
     if given != wanted:

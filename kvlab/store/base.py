@@ -38,9 +38,9 @@ class StoreState(ABC):
     def __len__(self) -> int: ...
 
     @property
-    def frozen(self) -> int:
-        """How many of the oldest rows are written as codes that must not change (0: every row is plain)."""
-        return 0
+    def borders(self) -> list[int]:
+        """Where rows of one kind (plain, codes) end and others begin; of the rows between two borders as many must go in every head."""
+        return []
 
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -58,8 +58,11 @@ class StoreState(ABC):
         """``weights`` ``[B, H, M, stop - start]`` times the values of those rows -> ``[B, H, M, Dv]``."""
 
     @abstractmethod
-    def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None]:
-        """What fused kernels read, views only: keys, values, and a plain tail of both (or None) that comes after them."""
+    def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None] | None:
+        """What fused kernels read, views only: keys, values, and a plain tail of both (or None) that comes after them.
+
+        None where rows lie in an order that no kernel reads: then :meth:`score` and :meth:`mix` serve.
+        """
 
     def blocks(self, rows: int) -> Iterator[tuple[int, int]]:
         """Row ranges that together cover all rows; each small enough that its scratch, if ``rows`` query rows need one, stays in a cache."""
@@ -67,7 +70,7 @@ class StoreState(ABC):
 
     @abstractmethod
     def select(self, index: Tensor) -> None:
-        """Keep rows ``index`` (int64 ``[1 or B, 1 or H, m]``, ascending; the count below ``frozen`` is the same for all heads)."""
+        """Keep rows ``index`` (int64 ``[1 or B, 1 or H, m]``, ascending; the count between two ``borders`` is the same for all heads)."""
 
     @abstractmethod
     def truncate(self, rows: int) -> None:

@@ -3,30 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvlab.buffer import Buffer
 from kvlab_kernels import cpu
-from kvlab_kernels.layout import Codes, dequantize, pack
+from kvlab_kernels.layout import FLOATS, Codes, dequantize, pack
 
 
-def quantize(x: Tensor, bits: int, dims: tuple[int, ...], scale_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Asymmetric min/max codes of ``x``; what varies over ``dims`` shares a scale. -> uint8 codes, scale, zero (dims kept as 1).
+@dataclass(frozen=True)
+class Coding:
+    """How numbers become codes. ``format``: "int", or "e4m3" or "e5m2" (8-bit floats, no zero points).
+
+    ``symmetric``: codes around zero without zero points, one code of each group unused. ``clip``: the share of a group's range that is covered;
+    what lies outside takes the nearest code.
+    """
+
+    bits: int = 8
+    scale_dtype: torch.dtype = torch.float16
+    symmetric: bool = False
+    clip: float = 1.0
+    format: str = "int"
+
+    @property
+    def zeros(self) -> bool:
+        return self.format == "int" and not self.symmetric
+
+
+def quantize(x: Tensor, coding: Coding, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes of ``x``; what varies over ``dims`` shares a scale. -> uint8 codes, scale, zero or None (dims kept as 1).
 
     Codes are taken against the *rounded* scale and zero, so rounding those adds no error of its own but at the range's edge.
-    Raises ``ValueError`` if the range cannot be written as ``scale_dtype`` (infinite, NaN, or beyond its largest number).
+    Raises ``ValueError`` if the range cannot be written as the scales' format (infinite, NaN, or beyond its largest number).
     """
     x = x.float()
-    low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
-    scale, zero = ((high - low) / (2**bits - 1)).to(scale_dtype), low.to(scale_dtype)
-    if not bool(torch.isfinite(scale).all() & torch.isfinite(zero).all()):
+    zero = None
+    if coding.zeros:
+        low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
+        middle, half = (low + high) / 2, (high - low) / 2 * coding.clip
+        low = low if coding.clip == 1.0 else middle - half
+        scale, zero = (2 * half / (2**coding.bits - 1)).to(coding.scale_dtype), low.to(coding.scale_dtype)
+    else:
+        top = torch.finfo(FLOATS[coding.format]).max if coding.format in FLOATS else 2 ** (coding.bits - 1) - 1
+        scale = (x.abs().amax(dims, keepdim=True) * (coding.clip / top)).to(coding.scale_dtype)
+    if not bool(torch.isfinite(scale).all() and (zero is None or torch.isfinite(zero).all())):
         raise ValueError(
-            f"keys or values up to {x.abs().amax().item():.3g} cannot be quantized with {scale_dtype} scales (NaN, infinite or too large)"
+            f"keys or values up to {x.abs().amax().item():.3g} cannot be quantized with {coding.scale_dtype} scales (NaN, infinite or too large)"
         )
     step = scale.float()
-    codes = ((x - zero.float()) / torch.where(step > 0, step, 1.0)).round_().clamp_(0, 2**bits - 1)
+    step = torch.where(step > 0, step, 1.0)
+    if coding.format in FLOATS:
+        kind = FLOATS[coding.format]
+        top = torch.finfo(kind).max
+        return (x / step).clamp_(-top, top).to(kind).view(torch.uint8), scale, None
+    if zero is None:
+        top, middle = 2 ** (coding.bits - 1) - 1, 2 ** (coding.bits - 1)
+        return ((x / step).round_().clamp_(-top, top) + middle).to(torch.uint8), scale, None
+    codes = ((x - zero.float()) / step).round_().clamp_(0, 2**coding.bits - 1)
     return codes.to(torch.uint8), scale, zero
 
 
@@ -38,8 +73,8 @@ class QuantizedSide:
     rows needed are alive, the groups under half occupancy are packed anew, together (``repacked`` counts their tokens).
     """
 
-    def __init__(self, bits: int, axis: str, group_size: int, scale_dtype: torch.dtype) -> None:
-        self.bits, self.axis, self.group_size, self.scale_dtype = bits, axis, group_size, scale_dtype
+    def __init__(self, coding: Coding, axis: str, group_size: int) -> None:
+        self.coding, self.axis, self.group_size = coding, axis, group_size
         self.codes, self.scale, self.zero, self.table = (
             Buffer("codes"),
             Buffer("scales"),
@@ -65,39 +100,39 @@ class QuantizedSide:
             self.table.append(rows.expand(*self.table.shape[:2], -1))
         self.codes.append(packed)
         self.scale.append(scale)
-        self.zero.append(zero)
+        if zero is not None:
+            self.zero.append(zero)
 
-    def _encode(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _encode(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         b, h, n, d = x.shape
         if self.axis == "token":
             grouped, dims = x.unflatten(3, (d // self.group_size, self.group_size)), (4,)
         else:
             grouped, dims = x.unflatten(2, (n // self.group_size, self.group_size)), (3,) if self.axis == "channel" else (1, 3, 4)
-        codes, scale, zero = quantize(grouped, self.bits, dims, self.scale_dtype)
-        if self.axis == "token":
-            scale, zero = scale.squeeze(4), zero.squeeze(4)
-        else:
-            scale, zero = scale.squeeze(3), zero.squeeze(3)
-        return pack(codes.reshape(b, h, n, d), self.bits), scale, zero
+        codes, scale, zero = quantize(grouped, self.coding, dims)
+        dim = 4 if self.axis == "token" else 3
+        return pack(codes.reshape(b, h, n, d), self.coding.bits), scale.squeeze(dim), None if zero is None else zero.squeeze(dim)
 
     # reading
 
     def layout(self, start: int = 0, stop: int | None = None) -> Codes:
         """Rows ``start:stop`` as :class:`kvlab_kernels.layout.Codes` (views; ``start`` on a group boundary)."""
         stop = len(self) if stop is None else stop
-        codes, scale, zero, group = self.codes.view()[:, :, start:stop], self.scale.view(), self.zero.view(), None
+        codes, group = self.codes.view()[:, :, start:stop], None
         axis = "token" if self.axis == "token" else "channel"
+        numbers = [buffer.view() for buffer in (self.scale, self.zero) if len(buffer)]
         if axis == "token":
-            scale, zero = scale[:, :, start:stop], zero[:, :, start:stop]
+            numbers = [x[:, :, start:stop] for x in numbers]
         elif len(self.table):
             group = self.table.view()[:, :, start:stop].expand(*codes.shape[:3])
         else:
             first, last = start // self.group_size, -(-stop // self.group_size)
-            scale, zero = scale[:, :, first:last], zero[:, :, first:last]
+            numbers = [x[:, :, first:last] for x in numbers]
         if self.axis == "tensor":
-            shape = (*codes.shape[:2], scale.shape[2], codes.shape[3] * 8 // self.bits)
-            scale, zero = scale.expand(shape), zero.expand(shape)
-        return Codes(codes, scale, zero, self.bits, axis, self.group_size, group)
+            shape = (*codes.shape[:2], numbers[0].shape[2], codes.shape[3] * 8 // self.coding.bits)
+            numbers = [x.expand(shape) for x in numbers]
+        zero = numbers[1] if self.coding.zeros else None
+        return Codes(codes, numbers[0], zero, self.coding.bits, axis, self.group_size, group, self.coding.format)
 
     def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows ``start:stop`` as float32."""
@@ -105,8 +140,10 @@ class QuantizedSide:
 
     def score(self, query: Tensor, start: int, stop: int) -> Tensor:
         """float32 ``query`` ``[B, H, M, D]`` -> ``[B, H, M, stop - start]``."""
-        keys = self.layout(start, stop)
-        return cpu.score(query, keys) if cpu.serves(query, keys) else query @ dequantize(keys).transpose(-1, -2)
+        begin = start if self.axis == "token" or len(self.table) else start // self.group_size * self.group_size
+        keys = self.layout(begin, stop)
+        scores = cpu.score(query, keys) if cpu.serves(query, keys) else query @ dequantize(keys).transpose(-1, -2)
+        return scores[..., start - begin :]
 
     def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
         """float32 ``weights`` ``[B, H, M, stop - start]`` -> ``[B, H, M, D]``."""
@@ -119,7 +156,8 @@ class QuantizedSide:
         """Keep rows ``index`` ``[1 or B, 1 or H, m]``. Codes of the kept rows do not change, save in a repack."""
         if self.axis == "token":
             for buffer in (self.codes, self.scale, self.zero):
-                buffer.select(index)
+                if len(buffer):
+                    buffer.select(index)
             return
         if not len(self.table):
             rows = torch.arange(len(self), device=index.device, dtype=torch.int32) // self.group_size
@@ -156,7 +194,8 @@ class QuantizedSide:
         rank = stays.cumsum(2) - 1  # the new row of a group that stays
         new_table = torch.where(moves, 0, rank.gather(2, table))
         kept = _first(stays, max(staying, 1))
-        scale, zero = _rows(self.scale.view(), kept), _rows(self.zero.view(), kept)
+        scale = _rows(self.scale.view(), kept)
+        zero = _rows(self.zero.view(), kept) if len(self.zero) else None
         if moving:
             # heads move different counts: short lists are padded by repeating their last token, which changes no minimum
             padded = -(-moving // size) * size
@@ -175,10 +214,12 @@ class QuantizedSide:
             slot = first + torch.arange(padded, device=table.device) // size
             number = moves.cumsum(2) - 1
             new_table = torch.where(moves, slot[number.clamp(0, padded - 1)], new_table)
-            scale, zero = torch.cat([scale, more_scale], 2), torch.cat([zero, more_zero], 2)
+            scale = torch.cat([scale, more_scale], 2)
+            zero = torch.cat([zero, more_zero], 2) if zero is not None and more_zero is not None else None
             self.repacked += int(moves.sum()) * (1 if table.shape[:2] == codes.shape[:2] else codes.shape[0] * codes.shape[1])
         self.scale.set(scale)
-        self.zero.set(zero)
+        if zero is not None:
+            self.zero.set(zero)
         self.table.set(new_table.int())
 
 

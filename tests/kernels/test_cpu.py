@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 from kvlab_kernels import cpu
-from kvlab_kernels.layout import Codes, dequantize, pack
+from kvlab_kernels.layout import FLOATS, Codes, dequantize, pack, unpack
 
 pytest.importorskip("llvmlite")
 
-KINDS = [
+OTHERS = [(3, "channel", False, True), (3, "channel", True, False), (3, "token", False, True)]
+KINDS = OTHERS + [
     (bits, axis, table, half)
     for bits in (8, 4, 2)
     for axis, table in (("channel", False), ("channel", True), ("token", False))
@@ -47,6 +50,44 @@ def test_codes(kind: tuple, shape: tuple) -> None:
     if axis == "token":
         group = min(group, d)
     check(torch.randn(b, h, m, d), torch.randn(b, h, m, n), codes(b, h, n, d, bits, axis, group, table, half))
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+@pytest.mark.parametrize(("axis", "table"), [("channel", False), ("channel", True), ("token", False)])
+def test_symmetric_codes(bits: int, axis: str, table: bool, shape: tuple) -> None:
+    torch.manual_seed(0)
+    b, h, m, n, d, group = shape
+    x = codes(b, h, n, d, bits, axis, min(group, d) if axis == "token" else group, table)
+    check(torch.randn(b, h, m, d), torch.randn(b, h, m, n), dataclasses.replace(x, zero=None))
+
+
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+def test_small_floats(form: str, shape: tuple) -> None:
+    """Every byte that is a finite number, subnormals and both zeros among them."""
+    torch.manual_seed(0)
+    b, h, m, n, d, _ = shape
+    every = torch.arange(256, dtype=torch.uint8)
+    finite = every[every.view(FLOATS[form]).float().isfinite()]
+    raw = finite[torch.arange(b * h * n * d) % len(finite)].view(b, h, n, d)
+    scale = torch.rand(b, h, n, 1) + 0.1
+    check(torch.randn(b, h, m, d), torch.randn(b, h, m, n), Codes(raw, scale.half(), None, 8, "token", d, None, form))
+
+
+def test_three_bits_fill_their_bytes() -> None:
+    """Bit by bit: channel j's lower bits lie in byte j % (D/4), two bits a field; its third bit in the bytes behind them, one bit a field."""
+    values = torch.randint(0, 8, (5, 32), dtype=torch.uint8)
+    packed = pack(values, 3)
+    assert packed.shape == (5, 12)
+    for row in range(5):
+        for j in range(32):
+            low = int(packed[row, j % 8]) >> (2 * (j // 8)) & 3
+            high = int(packed[row, 8 + j % 4]) >> (j // 4) & 1
+            assert low | high << 2 == int(values[row, j])
+    assert torch.equal(unpack(packed, 3), values)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        pack(values[:, :12], 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

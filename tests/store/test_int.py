@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvlab import store
 from kvlab.store.base import LayerShape
-from kvlab.store.codes import QuantizedSide, quantize
+from kvlab.store.codes import Coding, QuantizedSide, quantize
 from kvlab_kernels.layout import Codes, dequantize, pack, unpack
 
 DIMS = {"channel": (3,), "token": (4,)}
@@ -48,7 +48,7 @@ def test_packing_bit_by_bit(bits):
 )
 def test_error_is_at_most_half_a_step(bits, n, spread, offset, seed):
     x = torch.randn(1, 2, n, 16, generator=torch.Generator().manual_seed(seed)) * spread + offset
-    codes, scale, zero = quantize(x, bits, (3,), torch.float32)
+    codes, scale, zero = quantize(x, Coding(bits, torch.float32), (3,))
     error = (codes * scale + zero - x).abs()
     assert (error <= scale / 2 * 1.001 + 1e-5 * x.abs()).all()
     assert int(codes.max()) <= 2**bits - 1
@@ -59,7 +59,7 @@ def test_numbers_that_cannot_be_quantized_are_refused():
         x = torch.ones(1, 1, 8, 8)
         x[0, 0, 3, 3] = bad
         with pytest.raises(ValueError, match="cannot be quantized"):
-            quantize(x, 8, (2, 3), torch.float16)
+            quantize(x, Coding(8), (2, 3))
 
 
 def test_a_biased_channel_ruins_per_token_keys_only():
@@ -68,7 +68,7 @@ def test_a_biased_channel_ruins_per_token_keys_only():
     x[..., 5] += 80
     error = {}
     for axis in ("channel", "token", "tensor"):
-        side = QuantizedSide(4, axis, 64, torch.float16)
+        side = QuantizedSide(Coding(4), axis, 64)
         side.append(x)
         others = [d for d in range(64) if d != 5]
         error[axis] = float((side.dense() - x)[..., others].abs().mean())
@@ -98,7 +98,7 @@ def test_score_and_mix_equal_the_plain_reading(axis, bits, m):
 def test_select_keeps_what_it_names(axis):
     state, *_ = filled(store.Int(bits=8, group_size=8, key_axis=axis, residual=4), 40)
     keys, values = state.dense()
-    frozen = state.frozen
+    frozen = len(state.keys)
     generator = torch.Generator().manual_seed(3)
     rows = [
         torch.stack([torch.stack([torch.randperm(n, generator=generator)[:m].sort().values for _ in range(3)]) for _ in range(2)])
@@ -120,7 +120,7 @@ def test_flush_boundaries(residual):
     for n in range(80):
         state.append(k[:, :, n : n + 1], k[:, :, n : n + 1])
         state.settle()
-        assert state.frozen == max(0, n + 1 - residual) // 8 * 8
+        assert len(state.keys) == max(0, n + 1 - residual) // 8 * 8
         if n + 1 < residual + 8:
             assert torch.equal(state.dense()[0], k[:, :, : n + 1])
     assert (state.dense()[0] - k).abs().max() > 0
@@ -167,7 +167,7 @@ def test_ratio_against_16_bit():
 def test_what_does_not_fit_the_head_is_named():
     with pytest.raises(ValueError, match="group_size=64 does not divide the head dim 80"):
         store.Int(group_size=64).state(shape(dk=80, dv=80))
-    with pytest.raises(ValueError, match="bits=2 cannot be packed for the head dim 30"):
+    with pytest.raises(ValueError, match="bits=2: head dim 30 cannot be packed at 2 bits"):
         store.Int(bits=2, group_size=64).state(shape(dk=30, dv=30))
 
 

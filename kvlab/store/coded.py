@@ -1,0 +1,190 @@
+"""Tokens of one layer as codes, with some plain ones before and after them: what ``Int``, ``KIVI`` and ``Fp8`` are made of."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlab.buffer import Buffer
+from kvlab.store.base import LayerShape, StoreState, block_rows, split
+from kvlab.store.codes import QuantizedSide
+from kvlab_kernels import cpu
+from kvlab_kernels.layout import Codes
+
+
+@dataclass(frozen=True)
+class Flush:
+    """When plain tokens become codes. ``group``: tokens that must be written together (1 where each has its own scales).
+
+    ``residual``: the newest tokens that stay plain. ``first``: the first tokens that stay plain for good. ``kivi``: keys wait until
+    ``residual`` of them are there and are then all written, values leave one by one behind a window of ``residual`` (KIVI, arXiv 2402.02750);
+    otherwise both go in groups as soon as ``residual`` newer ones are there.
+    """
+
+    group: int = 1
+    residual: int = 0
+    first: int = 0
+    kivi: bool = False
+
+    def keys(self, tail: int) -> int:
+        """How many of ``tail`` plain keys, the first tokens apart, are to be written now."""
+        if self.kivi:
+            size = max(self.residual, self.group)
+            return tail // size * size
+        return max(0, tail - self.residual) // self.group * self.group
+
+    def values(self, tail: int) -> int:
+        return max(0, tail - self.residual) if self.kivi else self.keys(tail)
+
+
+class CodedState(StoreState):
+    """``first`` plain rows, codes, a plain tail. Keys and values are the same rows; under KIVI's rule the border to the tail differs."""
+
+    def __init__(self, shape: LayerShape, keys: QuantizedSide, values: QuantizedSide, flush: Flush) -> None:
+        super().__init__(shape)
+        self.sides, self.flush = (keys, values), flush
+        self.first = (Buffer("residual"), Buffer("residual"))
+        self.tail = (Buffer("residual"), Buffer("residual"))
+        self.opened = False  # whether anything was written: from then on the first tokens are fixed
+
+    @property
+    def keys(self) -> QuantizedSide:
+        return self.sides[0]
+
+    @property
+    def values(self) -> QuantizedSide:
+        return self.sides[1]
+
+    def __len__(self) -> int:
+        return len(self.first[0]) + len(self.keys) + len(self.tail[0])
+
+    @property
+    def borders(self) -> list[int]:
+        first, total = len(self.first[0]), len(self)
+        return sorted({first, *(first + len(side) for side in self.sides)} - {0, total})
+
+    @property
+    def repacked(self) -> int:
+        """Tokens whose keys were written again since a group fell under half its tokens, or a crop cut through it."""
+        return self.keys.repacked
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        for tail, rows in zip(self.tail, (keys, values), strict=True):
+            tail.append(rows)
+
+    def settle(self) -> None:
+        waiting = 0 if self.opened else self.flush.first
+        due = [rule(len(tail) - waiting) for rule, tail in zip((self.flush.keys, self.flush.values), self.tail, strict=True)]
+        if max(due) <= 0:
+            return
+        if waiting:
+            for first, tail in zip(self.first, self.tail, strict=True):
+                first.set(tail.view()[:, :, :waiting].clone())
+                _drop(tail, waiting)
+        self.opened = True
+        for side, tail, count in zip(self.sides, self.tail, due, strict=True):
+            if count > 0:
+                side.append(tail.view()[:, :, :count])
+                _drop(tail, count)
+
+    def score(self, query: Tensor, start: int, stop: int) -> Tensor:
+        rows = self._plain(0, start, stop)
+        first = len(self.first[0])
+        return self.keys.score(query.float(), start - first, stop - first) if rows is None else query.float() @ rows.float().mT
+
+    def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
+        rows = self._plain(1, start, stop)
+        first = len(self.first[0])
+        return self.values.mix(weights.float(), start - first, stop - first) if rows is None else weights.float() @ rows.float()
+
+    def _plain(self, which: int, start: int, stop: int) -> Tensor | None:
+        """Plain rows ``start:stop`` of keys (0) or values (1); None where they are codes. A block never crosses a border."""
+        first, coded = len(self.first[which]), len(self.sides[which])
+        if start < first:
+            return self.first[which].view()[:, :, start:stop]
+        if start < first + coded:
+            return None
+        return self.tail[which].view()[:, :, start - first - coded : stop - first - coded]
+
+    def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None] | None:
+        if not self.opened:
+            return self.tail[0].view(), self.tail[1].view(), None, None
+        if len(self.first[0]) or len(self.keys) != len(self.values) or not len(self.keys):
+            return None
+        rest = (self.tail[0].view(), self.tail[1].view()) if len(self.tail[0]) else (None, None)
+        return self.keys.layout(), self.values.layout(), *rest
+
+    def blocks(self, rows: int) -> Iterator[tuple[int, int]]:
+        size = block_rows(self.shape)
+        if self.keys.axis != "token":
+            size = -(-size // self.keys.group_size) * self.keys.group_size
+        if rows <= cpu.MAX_ROWS and self.shape.device.type == "cpu" and cpu.available():  # nothing is unpacked: one sweep
+            size = max(size, len(self))
+        edges = [0, *self.borders, len(self)]
+        for begin, end in itertools.pairwise(edges):
+            yield from split(begin, end, size)
+
+    def select(self, index: Tensor) -> None:
+        edges = [0, len(self.first[0]), len(self.first[0]) + len(self.keys), len(self)]
+        cuts = [int((index[0, 0] < edge).sum()) for edge in edges]
+        for number in (0, 1):
+            parts: tuple[Buffer | QuantizedSide, ...] = (self.first[number], self.sides[number], self.tail[number])
+            for part, low, high, edge, end in zip(parts, cuts, cuts[1:], edges, edges[1:], strict=False):
+                if low == high:
+                    part.clear()
+                elif high - low < end - edge:
+                    part.select(index[..., low:high] - edge)
+
+    def truncate(self, rows: int) -> None:
+        dtype = self.shape.dtype
+        for number, side in enumerate(self.sides):
+            first, tail = self.first[number], self.tail[number]
+            head = len(first)
+            if rows >= head + len(side):
+                tail.truncate(rows - head - len(side))
+                continue
+            inside = max(0, rows - head)
+            whole = inside if side.axis == "token" else inside // side.group_size * side.group_size
+            cut = side.dense(whole, inside).to(dtype) if inside > whole else None
+            side.truncate(whole)
+            tail.clear()
+            if cut is not None:
+                tail.append(cut)
+            if number == 0:
+                side.repacked += inside - whole
+            if rows < head:  # nothing but first tokens is left: they may still become codes, as at the start
+                tail.set(first.view()[:, :, :rows].clone())
+                first.clear()
+        self.opened = bool(len(self.keys) or len(self.values) or len(self.first[0]))
+
+    def thaw(self) -> None:
+        dense = self.dense()
+        self.keys.repacked += len(self.keys)
+        for number, rows in enumerate(dense):
+            self.first[number].clear()
+            self.sides[number].clear()
+            self.tail[number].set(rows)
+
+    def buffers(self) -> list[Buffer]:
+        return [*self.first, *self.keys.buffers(), *self.values.buffers(), *self.tail]
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        out = []
+        for first, side, tail in zip(self.first, self.sides, self.tail, strict=True):
+            parts = [first.view()] if len(first) else []
+            parts += [side.dense().to(self.shape.dtype)] if len(side) else []
+            parts += [tail.view()] if len(tail) else []
+            out.append(torch.cat(parts, 2))
+        return out[0], out[1]
+
+
+def _drop(buffer: Buffer, count: int) -> None:
+    """Forget the oldest ``count`` rows."""
+    if count == len(buffer):
+        buffer.clear()
+    else:
+        buffer.set(buffer.view()[:, :, count:].clone())
