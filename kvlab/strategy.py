@@ -124,6 +124,10 @@ class Method:
         for name, setting in self.settings().items():
             if setting.covers:
                 return dataclasses.replace(self, **{name: max(getattr(self, name), tokens)})  # type: ignore[type-var]
+        inner = {name: value for name in self.settings() if isinstance(value := getattr(self, name), Method)}
+        if inner:
+            full = {name: value.covering(tokens) for name, value in inner.items()}
+            return None if None in full.values() else dataclasses.replace(self, **full)  # type: ignore[type-var]
         return self if self.lossless else None
 
     def to_dict(self) -> dict[str, Any]:

@@ -86,10 +86,10 @@ class Int(Store):
         if evicting and grouped:  # the tail is between empty and a whole group, and codes make room for it
             keys = values = max(0.0, keys - (self.group_size - 1) // 2)
         codes = (keys * shape.key_dim + values * shape.value_dim) * self.bits / 8
-        scales = values * shape.value_dim / self._channels(shape.value_dim)
+        scales = values * shape.value_dim / self._channels(shape.value_dim) if shape.value_dim else 0.0
         if self.key_axis == "token":
-            scales += keys * shape.key_dim / self._channels(shape.key_dim)
-        else:
+            scales += keys * shape.key_dim / self._channels(shape.key_dim) if shape.key_dim else 0.0
+        elif shape.key_dim:
             scales += keys / self.group_size * (shape.key_dim if self.key_axis == "channel" else 1 / shape.kv_heads)
         plain = ((rows - keys) * shape.key_dim + (rows - values) * shape.value_dim) * shape.dtype.itemsize
         parts = {"codes": heads * codes, "scales": heads * scales * numbers, "residual": heads * plain}
