@@ -55,7 +55,7 @@ oldest: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
 
 # A process of their own: Triton reads at its first import whether to interpret.
 kernels-test: $(VENV)/.test
-	TRITON_INTERPRET=1 $(PY) -m pytest -q tests/kernels
+	TRITON_INTERPRET=1 $(PY) -m pytest -q -n 2 tests/kernels
 
 # The cells of every notebook run; outputs are compared where a cell asks for it (tag nbval-check-output).
 notebooks-test: $(VENV)/.test

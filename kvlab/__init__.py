@@ -6,6 +6,7 @@ from kvlab.cache import KVCache
 from kvlab.errors import UnsupportedModel
 from kvlab.lab import Generation, Lab, load
 from kvlab.memory import Memory
+from kvlab.saving import resume, save
 from kvlab.strategy import Strategy
 
 __version__ = "0.1.0"
@@ -22,5 +23,7 @@ __all__ = [
     "keep",
     "load",
     "place",
+    "resume",
+    "save",
     "store",
 ]

@@ -373,6 +373,7 @@ class KVCache(Cache):
         self.watching: dict[int, attention.Watch] = {}
         self.read: list[int] = []  # ids that lab.generate fed, to notice an old prompt
         self._modules, self._owner = frozenset(map(id, model.modules())), type(model).__name__
+        self._model = weakref.ref(model)
         super().__init__(
             layers=[
                 Layer(self, i, self.strategy.keep if window is None else Visible(size=max(1, window - 1)), readers)
@@ -400,6 +401,14 @@ class KVCache(Cache):
                 f"layer {layer.number}: the model's keys are not finite (NaN or infinite) in {keys.dtype}; nothing was stored. Half precision "
                 "overflows on some models: try bfloat16 or float32."
             )
+
+    @property
+    def model(self) -> nn.Module:
+        """The model this cache was made for. Raises ``RuntimeError`` once it is gone."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError(f"the model of this cache ({self._owner}) is gone")
+        return model
 
     def check_module(self, module: nn.Module) -> None:
         """Raise ``ValueError`` if ``module`` is no part of the model that this cache was made for."""
@@ -440,6 +449,10 @@ class KVCache(Cache):
         self.high_water = max(self.high_water, others + before + incoming + scratch, others + full + incoming)
         self._held += here - before
         layer.held_bytes = here
+
+    def settle_bytes(self, layer: Layer) -> None:
+        """Take a layer into the running total that was filled from elsewhere."""
+        self.note(layer, layer.held_bytes, 0, 0)
 
     def memory(self) -> Memory:
         """Bytes by part and device, logical and allocated, with the high-water mark. See :class:`kvlab.memory.Memory`."""

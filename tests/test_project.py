@@ -132,7 +132,7 @@ LEVELS: list[set[str]] = [
     {"keep", "store", "place"},
     {"attention"},
     {"cache"},
-    {"lab"},
+    {"lab", "saving"},
     {"measure", "serving"},
     {"advise", "plots"},
     {"panels"},

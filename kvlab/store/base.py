@@ -83,6 +83,13 @@ class StoreState(ABC):
     def buffers(self) -> list[Buffer]:
         """Everything that holds bytes between two steps."""
 
+    def counts(self) -> dict[str, int]:
+        """Whatever the state knows beside its buffers, as plain numbers; :meth:`recount` takes it back (saved caches)."""
+        return {}
+
+    def recount(self, counts: dict[str, int]) -> None:
+        """The inverse of :meth:`counts`."""
+
     @abstractmethod
     def dense(self) -> tuple[Tensor, Tensor]:
         """Keys and values ``[B, H, n, D]`` as attention sees them, in the model's dtype. For tests and figures: it is a copy."""

@@ -172,6 +172,12 @@ class CodedState(StoreState):
     def buffers(self) -> list[Buffer]:
         return [*self.first, *self.keys.buffers(), *self.values.buffers(), *self.tail]
 
+    def counts(self) -> dict[str, int]:
+        return {"opened": int(self.opened), "repacked": self.keys.repacked}
+
+    def recount(self, counts: dict[str, int]) -> None:
+        self.opened, self.keys.repacked = bool(counts["opened"]), counts["repacked"]
+
     def dense(self) -> tuple[Tensor, Tensor]:
         out = []
         for first, side, tail in zip(self.first, self.sides, self.tail, strict=True):

@@ -122,6 +122,12 @@ class RotatedState(StoreState):
     def buffers(self) -> list[Buffer]:
         return self.inner.buffers()
 
+    def counts(self) -> dict[str, int]:
+        return self.inner.counts()
+
+    def recount(self, counts: dict[str, int]) -> None:
+        self.inner.recount(counts)
+
     def dense(self) -> tuple[Tensor, Tensor]:
         keys, values = self.inner.dense()
         return _turn(keys, self.turn_keys.T), _turn(values, None if self.turn_values is None else self.turn_values.T)

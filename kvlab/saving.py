@@ -1,0 +1,150 @@
+"""Put a cache away in a file and go on with it later, in another process too: every bit as it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from kvlab.buffer import Buffer
+from kvlab.cache import KVCache, Layer
+from kvlab.store.base import LayerShape
+from kvlab.strategy import Strategy
+
+VERSION = 1
+_VOLATILE = {
+    "_name_or_path",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+    "architectures",
+    "_attn_implementation",
+    "attn_implementation",
+}
+
+
+def save(cache: KVCache, path: str | os.PathLike[str]) -> Path:
+    """Write a cache to ``path`` (safetensors; the strategy, the model's fingerprint and what was counted stand in the header).
+
+    The file appears whole or not at all. Nothing is changed in the cache. Raises ``OSError`` where it cannot be written.
+    """
+    path = Path(path)
+    tensors: dict[str, Tensor] = {}
+    layers: list[dict[str, Any] | None] = []
+    for number, layer in enumerate(cache.layers):
+        if not layer.is_initialized:
+            layers.append(None)
+            continue
+        with layer.at_hand():
+            rows = []
+            for i, buffer in enumerate(layer.buffers()):
+                rows.append(len(buffer))
+                if len(buffer):
+                    tensors[f"{number}.{i}"] = buffer.view().detach().cpu().contiguous()
+        if layer.padding is not None:
+            tensors[f"{number}.padding"] = layer.padding.to(torch.uint8).cpu()
+        shape = layer.shape
+        layers.append(
+            {
+                "seen": layer.seen, "evicted": layer.evicted, "rows": rows, "counts": layer.store.counts(), "batch": shape.batch,
+                "kv_heads": shape.kv_heads, "key_dim": shape.key_dim, "value_dim": shape.value_dim, "dtype": str(shape.dtype).removeprefix("torch."),
+            }
+        )  # fmt: skip
+    header = {
+        "version": VERSION,
+        "strategy": cache.strategy.to_dict(),
+        "model": fingerprint(cache.model),
+        "read": cache.read,
+        "layers": layers,
+    }
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        save_file(tensors, part, {"kvlab": json.dumps(header)})
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def resume(model: nn.Module, path: str | os.PathLike[str], strategy: Strategy | None = None) -> KVCache:
+    """The cache that :func:`save` wrote, for the same model; the next step gives the logits it would have given.
+
+    Raises ``ValueError`` if the file is no saved cache or is damaged, was written by another version, for another model or, where ``strategy`` is
+    given, with another strategy; ``FileNotFoundError`` if it is not there.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no saved cache {path}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get("kvlab", "null"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError, struct.error) as error:
+        raise ValueError(f"{path} is damaged or no saved cache: {error}") from error
+    if not isinstance(header, dict):
+        raise ValueError(f"{path} is no saved cache (its header says nothing of kvlab)")
+    if header.get("version") != VERSION:
+        raise ValueError(f"{path} was written by version {header.get('version')} of this format (allowed: {VERSION})")
+    if header["model"] != fingerprint(model):
+        raise ValueError(f"{path} belongs to another model than this {type(model).__name__}: configuration or weights differ")
+    saved = Strategy.from_dict(header["strategy"])
+    if strategy is not None and strategy != saved:
+        raise ValueError(f"{path} was written with {saved}, not with {strategy}")
+    cache = KVCache(model, saved)
+    if len(header["layers"]) != len(cache.layers):
+        raise ValueError(f"{path} has {len(header['layers'])} layers, the model {len(cache.layers)}")
+    cache.read = list(header["read"])
+    for number, (layer, about) in enumerate(zip(cache.layers, header["layers"], strict=True)):
+        if about is not None:
+            _restore(
+                layer,
+                about,
+                {i: tensors.get(f"{number}.{i}") for i in range(len(about["rows"]))},
+                tensors.get(f"{number}.padding"),
+                path,
+            )
+            cache.place.release(number)
+            cache.settle_bytes(layer)
+    return cache
+
+
+def _restore(layer: Layer, about: dict[str, Any], rows: dict[int, Tensor | None], padding: Tensor | None, path: Path) -> None:
+    device, dtype = layer.cache.device, getattr(torch, about["dtype"])
+    layers = len(layer.cache.layers)
+    layer.shape = LayerShape(
+        layer.number, layers, about["batch"], about["kv_heads"], about["key_dim"], about["value_dim"], dtype, device
+    )
+    layer.store = layer.cache.strategy.store.state(layer.shape)
+    layer.is_initialized = True
+    layer.seen, layer.evicted = about["seen"], about["evicted"]
+    layer.padding = None if padding is None else padding.bool().to(device)
+    buffers: list[Buffer] = layer.buffers()
+    if len(buffers) != len(about["rows"]):
+        raise ValueError(f"{path}: layer {layer.number} has {len(about['rows'])} parts, this version of the store {len(buffers)}")
+    for i, (buffer, count) in enumerate(zip(buffers, about["rows"], strict=True)):
+        tensor = rows[i]
+        if count:
+            if tensor is None or tensor.shape[2] != count:
+                raise ValueError(f"{path} is damaged: part {i} of layer {layer.number} is missing or short")
+            buffer.set(tensor.to(device))
+    layer.store.recount(about["counts"])
+
+
+def fingerprint(model: Any) -> str:
+    """What tells one model from another: its configuration and a few numbers of every weight. A SHA-256 in hexadecimal."""
+    digest = hashlib.sha256()
+    config = {k: v for k, v in model.config.to_dict().items() if k not in _VOLATILE}
+    digest.update(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // 16)][:16].double().cpu()
+        digest.update(name.encode() + some.numpy().tobytes())
+    return digest.hexdigest()
