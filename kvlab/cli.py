@@ -70,6 +70,7 @@ def app() -> "typer.Typer":
             1024,
             16,
         ),
+        times: Annotated[bool, typer.Option(help="Measure times, too; leave them out on a machine that has other work.")] = True,
     ) -> None:
         """Measure strategies by the reference protocol: bytes, perplexity and KL with the cache in the loop, needles, times."""
         from tqdm import tqdm
@@ -80,11 +81,11 @@ def app() -> "typer.Typer":
 
         chosen = [kvlab.Strategy() if text == "full" else read_strategy(text) for text in strategy or ["full", *STANDARD]]
         lab = kvlab.load(model)
-        command = "kvlab measure" + "".join(f" --strategy '{text}'" for text in strategy or [])
+        command = "kvlab measure" + "".join(f" --strategy '{text}'" for text in strategy or []) + ("" if times else " --no-times")
         ids = lab.encode(reference_text()[: 8 * (tokens[0] + tokens[1])])[:, : tokens[0] + tokens[1]]
         against = control(lab, ids, prefill=tokens[0], step=tokens[2])
         for one in tqdm(chosen, unit="strategy", file=sys.stderr):
-            row = run(lab, one, protocol=tokens, against=against, command=command)
+            row = run(lab, one, protocol=tokens, against=against, times=times, command=command)
             if out:
                 append_jsonl(out, [row])
             typer.echo(
@@ -143,7 +144,17 @@ STANDARD = (
     "kvlab.Strategy(store=store.Int(key_axis='tensor'))",
     "kvlab.Strategy(store=store.Int(bits=4))",
     "kvlab.Strategy(store=store.Int(bits=4, group_size=32, residual=128))",
+    "kvlab.Strategy(store=store.Int(bits=3))",
+    "kvlab.Strategy(store=store.Int(bits=3, group_size=32, residual=128))",
     "kvlab.Strategy(store=store.Int(bits=2, group_size=32, residual=128))",
+    "kvlab.Strategy(store=store.Int(bits=4, key_axis='token'))",
+    "kvlab.Strategy(store=store.Rotated())",
+    "kvlab.Strategy(store=store.Rotated(inner=store.Int(bits=3, key_axis='token', clip=0.9)))",
+    "kvlab.Strategy(store=store.KIVI())",
+    "kvlab.Strategy(store=store.Fp8())",
+    "kvlab.Strategy(store=store.Fp8(format='e5m2'))",
+    "kvlab.Strategy(store=store.Mixed(bits=4, value_bits=3))",
+    "kvlab.Strategy(store=store.Mixed(bits=3, value_bits=4, sinks_exact=4))",
     "kvlab.Strategy(keep=keep.Window())",
     "kvlab.Strategy(keep=keep.Window(sinks=0))",
     "kvlab.Strategy(keep=keep.HeavyHitter())",
