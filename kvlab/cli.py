@@ -113,10 +113,10 @@ def app() -> "typer.Typer":
         if out:
             record(out, rows, tokens, steps)
         dynamic = next(row.total for row in rows if row.name == "DynamicCache")
-        typer.echo(f"{'':32}{'update':>9}{'attention':>11}{'together':>10}   DynamicCache / this   error against float64")
+        typer.echo(f"{'':36}{'update':>9}{'attention':>11}{'together':>10}   DynamicCache / this   error against float64")
         for row in rows:
             typer.echo(
-                f"{row.name:32}{1e3 * row.update:9.2f}{1e3 * row.attention:11.2f}{1e3 * row.total:10.2f} ms{dynamic / row.total:14.2f} x{row.error:20.5f}"
+                f"{row.name:36}{1e3 * row.update:9.2f}{1e3 * row.attention:11.2f}{1e3 * row.total:10.2f} ms{dynamic / row.total:14.2f} x{row.error:20.5f}"
             )
 
     @bench.command()

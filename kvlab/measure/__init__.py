@@ -4,9 +4,10 @@ from kvlab.measure.latency import Latency, latency
 from kvlab.measure.memory import predict, predict_curve
 from kvlab.measure.quality import Control, Quality, control, quality
 from kvlab.measure.result import Result, append_jsonl, read_jsonl, run
+from kvlab.measure.sensitivity import Sensitivity, profile, sensitivity
 from kvlab.measure.tasks import Needle, needle
 
 __all__ = [
-    "Control", "Latency", "Needle", "Quality", "Result", "append_jsonl", "control", "latency", "needle", "predict", "predict_curve",
-    "quality", "read_jsonl", "run",
+    "Control", "Latency", "Needle", "Quality", "Result", "Sensitivity", "append_jsonl", "control", "latency", "needle", "predict",
+    "predict_curve", "profile", "quality", "read_jsonl", "run", "sensitivity",
 ]  # fmt: skip

@@ -27,7 +27,9 @@ from kvlab.cache import KVCache, forward
 from kvlab.lab import Progress
 from kvlab.measure.result import machine
 from kvlab.store.dense import Dense
+from kvlab.store.fp8 import Fp8
 from kvlab.store.int import Int
+from kvlab.store.rotated import Rotated
 from kvlab.strategy import Strategy
 
 #: Called with new keys, new values and the query; returns seconds of update and of attention.
@@ -161,7 +163,13 @@ def _model(shape: Shape) -> Any:
 
 def _ours(shape: Shape, keys: Tensor, values: Tensor) -> dict[str, _Contender]:
     model = _model(shape)
-    stores = {"kvlab dense": Dense(), "kvlab int8": Int(bits=8), "kvlab int4": Int(bits=4)}
+    stores = {
+        "kvlab dense": Dense(),
+        **{f"kvlab int{bits}": Int(bits=bits) for bits in (8, 4, 3, 2)},
+        "kvlab fp8": Fp8(),
+        "kvlab int4, keys per token": Int(bits=4, key_axis="token"),
+        "kvlab int4, keys per token, rotated": Rotated(),
+    }
     return {name: _Ours(model, Strategy(store=store), keys, values) for name, store in stores.items()}
 
 
