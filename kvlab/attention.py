@@ -219,7 +219,8 @@ def attend(
         fresh = new - (q_len - last) if rule.causal else new
         part = grouped[:, :, :, first:last].reshape(b, hk, group * (last - first), d)
         scores = torch.empty((b, hk, group * (last - first), stored + fresh), dtype=torch.float32, device=query.device)
-        for start, stop in store.blocks(part.shape[2]):
+        blocks = list(store.blocks(part.shape[2]))
+        for start, stop in blocks:
             scores[..., start:stop] = store.score(part, start, stop)
         scores[..., stored:] = part @ new_keys[:, :, :fresh].transpose(-1, -2)
         scores *= scale
@@ -241,7 +242,7 @@ def attend(
         mixed = flat[..., stored:].to(new_values.dtype) @ new_values[:, :, :fresh]
         if stored:
             mixed = mixed.float()
-        for start, stop in store.blocks(part.shape[2]):
+        for start, stop in blocks:
             mixed += store.mix(flat[..., start:stop], start, stop)
         out[:, :, first:last] = mixed.view(b, hk, group, last - first, -1).reshape(b, hq, last - first, -1)
     return out, mass, scratch
