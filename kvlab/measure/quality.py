@@ -104,12 +104,12 @@ def _read(
         raise ValueError(f"the text has {n} tokens, more than the model's context (allowed: up to {lab.context} tokens)")
     cache = KVCache(lab.model, strategy)
     rows = [lab.prefill(ids[:, :prefill], cache, strategy.chunk, progress)[0, -1:].float()]
-    # the last token predicts nothing that could be scored
-    for start in range(prefill, n - 1, step):
+    for start in range(prefill, n, step):
         if progress:
             progress(stage, start, n)
-        rows.append(forward(lab.model, ids[:, start : min(start + step, n - 1)], cache)[0].float())
-    return torch.cat(rows).clone(), cache.memory()
+        rows.append(forward(lab.model, ids[:, start : start + step], cache)[0].float())
+    # the last token is read, so that bytes are those of the whole text, but it predicts nothing that could be scored
+    return torch.cat(rows)[:-1].clone(), cache.memory()
 
 
 def _loss(logits: Tensor, ids: Tensor, prefill: int) -> Tensor:
