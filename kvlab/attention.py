@@ -37,7 +37,7 @@ class Handle:
 
     __slots__ = ("layer",)
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer | None) -> None:
         self.layer = layer
 
     def to(self, *_: Any) -> Handle:
@@ -47,14 +47,28 @@ class Handle:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python and torch.compile looking at what it is
             raise AttributeError(name)
-        raise UnsupportedModel(_TOUCHED.format(f"the attribute '{name}' of the keys or values"))
+        raise self._touched(f"the attribute '{name}' of the keys or values")
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise UnsupportedModel(_TOUCHED.format(f"torch's {getattr(func, '__name__', func)} on the keys or values"))
+        handle = next((x for x in (*args, *(kwargs or {}).values()) if isinstance(x, Handle)), Handle(None))
+        raise handle._touched(f"torch's {getattr(func, '__name__', func)} on the keys or values")
 
     def __getitem__(self, item: Any) -> Any:
-        raise UnsupportedModel(_TOUCHED.format("a slice of the keys or values"))
+        raise self._touched("a slice of the keys or values")
+
+    def _touched(self, what: str) -> Exception:
+        """What to raise; the step is forgotten, so the cache can be used on."""
+        if self.layer is None:
+            return UnsupportedModel(_TOUCHED.format(what))
+        self.layer.abandon()
+        implementation = getattr(getattr(self.layer.cache.model, "config", None), "_attn_implementation", None)
+        if implementation != NAME:
+            return ValueError(
+                f"a kvlab cache met a model that kvlab is not attached to (its attention is {implementation!r}): call kvlab.attach(model), or make a "
+                "cache for the model that runs"
+            )
+        return UnsupportedModel(_TOUCHED.format(what))
 
 
 _TOUCHED = (
@@ -113,6 +127,7 @@ def attention(
     """
     if not isinstance(key, Handle):
         return _plain(module, query, key, value, attention_mask, scaling, dropout, **options)
+    assert key.layer is not None
     try:
         return _cached(module, query, key.layer, attention_mask, scaling, dropout, **options), None
     except BaseException:

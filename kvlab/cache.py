@@ -58,7 +58,7 @@ class Layer(CacheLayerMixin):
         self.new_values: Tensor | None = None
         self.fresh_mass: Tensor | None = None  # what the new step gave each key, until the last reader is done
         self.reads = 0
-        self.may_roll_back = False
+        self.waits = self.may_roll_back = False
         self.columns, self.mass = Buffer("columns", shared=True), Buffer("evidence")
         self.padding: Tensor | None = None
         self.is_initialized = False
@@ -105,21 +105,27 @@ class Layer(CacheLayerMixin):
         return -1
 
     def activate_past_recording(self) -> None:
-        """From now on every step may be taken back by :meth:`crop`: what the model's own window would drop waits until then."""
-        self.may_roll_back = isinstance(self.keep, Visible)
+        """From now on every step may be taken back by :meth:`crop`: what would be written as codes, or dropped by the model's own window, waits."""
+        self.waits, self.may_roll_back = True, isinstance(self.keep, Visible)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens: ``tokens_to_remove`` is 0 or negative, as transformers calls it; more than there are empties the layer.
 
-        Evidence that dropped queries added to older keys stays in their sums.
+        Evidence that dropped queries added to older keys stays in their sums. Tokens that were written as codes in the meantime stay so, and a group
+        that is cut through is written again; after :meth:`activate_past_recording` (assisted decoding does it) drafts leave no trace.
+        Raises ``ValueError`` for a positive number, ``RuntimeError`` after eviction.
         """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove}): how many of the newest tokens go, as 0 or a negative number (transformers' way since 5.0)"
+            )
         drop = min(abs(tokens_to_remove), self.seen)
         if drop and self.evicted and not (self.may_roll_back and drop <= len(self.store)):
             raise RuntimeError(
                 f"crop({tokens_to_remove}) after eviction: the tokens that would be needed again are gone. Use keep.Everything() where "
                 "drafts are taken back (assisted decoding), or reset() the cache."
             )
-        if not self.is_initialized or not (drop or self.may_roll_back):
+        if not self.is_initialized or not (drop or self.waits):
             return
         with self.at_hand():
             self.seen -= drop
@@ -132,6 +138,7 @@ class Layer(CacheLayerMixin):
             limit = self.keep.limit()
             if self.may_roll_back and limit is not None and rows > limit:
                 self._select(limit)
+            if self.waits:
                 self.store.settle()
 
     def batch(self, change: Callable[[Tensor], Tensor], rows: int) -> None:
@@ -216,7 +223,8 @@ class Layer(CacheLayerMixin):
             self.store.append(keys, values)
         else:
             self._evict(keys, values, limit)
-        self.store.settle()
+        if not self.waits:
+            self.store.settle()
 
     def _append_columns(self, new: int) -> None:
         fresh = torch.arange(self.seen - new, self.seen, device=self.shape.device, dtype=torch.int32)

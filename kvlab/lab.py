@@ -112,6 +112,8 @@ class Lab:
             raise ValueError("generate: the cache has a strategy of its own; give one of the two")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} is out of range (allowed: 1 to {self.context})")
+        if not isinstance(prompt, str | Tensor):
+            raise ValueError(f"prompt={prompt!r} is neither text nor a tensor of ids [1, n]")
         ids = self.encode(prompt) if isinstance(prompt, str) else prompt.to(self.device)
         if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] == 0:
             raise ValueError(f"prompt ids have the shape {tuple(ids.shape)} (allowed: [1, n] with n of 1 or more)")

@@ -32,11 +32,18 @@ _VOLATILE = {
 
 
 def save(cache: KVCache, path: str | os.PathLike[str]) -> Path:
-    """Write a cache to ``path`` (safetensors; the strategy, the model's fingerprint and what was counted stand in the header).
+    """Write a cache to ``path`` (safetensors; the strategy, the model's fingerprint, a checksum and the high-water mark stand in the header).
 
-    The file appears whole or not at all. Nothing is changed in the cache. Raises ``OSError`` where it cannot be written.
+    The file appears whole or not at all. Nothing is changed in the cache. Raises ``OSError`` where it cannot be written
+    or something else than a file is there.
     """
+    if not isinstance(cache, KVCache):
+        raise ValueError(f"save: {type(cache).__name__} is no kvlab.KVCache")
     path = Path(path)
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no ordinary file, and saving would replace it (allowed: a new name, or a file)")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"no folder {path.absolute().parent}")
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any] | None] = []
     for number, layer in enumerate(cache.layers):
@@ -63,12 +70,16 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> Path:
         "strategy": cache.strategy.to_dict(),
         "model": fingerprint(cache.model),
         "read": cache.read,
+        "high_water": cache.high_water,
+        "digest": _digest(tensors),
         "layers": layers,
     }
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         save_file(tensors, part, {"kvlab": json.dumps(header)})
         os.replace(part, path)
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
     finally:
         part.unlink(missing_ok=True)
     return path
@@ -95,6 +106,8 @@ def resume(model: nn.Module, path: str | os.PathLike[str], strategy: Strategy | 
         raise ValueError(f"{path} was written by version {header.get('version')} of this format (allowed: {VERSION})")
     if header["model"] != fingerprint(model):
         raise ValueError(f"{path} belongs to another model than this {type(model).__name__}: configuration or weights differ")
+    if header["digest"] != _digest(tensors):
+        raise ValueError(f"{path} is damaged: its numbers are not those that were saved")
     saved = Strategy.from_dict(header["strategy"])
     if strategy is not None and strategy != saved:
         raise ValueError(f"{path} was written with {saved}, not with {strategy}")
@@ -113,7 +126,15 @@ def resume(model: nn.Module, path: str | os.PathLike[str], strategy: Strategy | 
             )
             cache.place.release(number)
             cache.settle_bytes(layer)
+    cache.high_water = max(cache.high_water, header["high_water"])
     return cache
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].contiguous().view(torch.uint8).reshape(-1).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _restore(layer: Layer, about: dict[str, Any], rows: dict[int, Tensor | None], padding: Tensor | None, path: Path) -> None:

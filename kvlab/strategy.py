@@ -34,7 +34,7 @@ class Setting:
     def check(self, owner: str, name: str, value: Any, default: Any) -> None:
         """Raise ``ValueError`` naming the setting, the value and the allowed range; ``TypeError`` never: panels show one kind."""
         if self.choices is not None:
-            if value not in self.choices or (isinstance(value, bool) and True not in self.choices):
+            if not any(value == choice and type(value) is type(choice) for choice in self.choices):
                 raise ValueError(f"{owner}: {name}={value!r} is not one of {', '.join(map(repr, self.choices))}")
             return
         if isinstance(default, Method):
@@ -216,8 +216,10 @@ class Strategy:
             missing = one.needs - {"mass"} - frozenset().union(*(o.offers for o in others))
             if missing:
                 names = " and ".join(type(o).__name__ for o in others)
+                able = [n for a in AXES if a != axis for n, cls in methods(a).items() if cls().offers >= missing]
+                which = f"cannot give with these settings (allowed: {', '.join(able)})" if able else "cannot give"
                 raise ValueError(
-                    f"{type(one).__name__} needs {', '.join(sorted(missing))}, which {names} cannot give. {one.instead}".rstrip()
+                    f"{type(one).__name__} needs {', '.join(sorted(missing))}, which {names} {which}. {one.instead}".rstrip()
                 )
 
     @staticmethod

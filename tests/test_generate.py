@@ -288,3 +288,37 @@ def test_a_step_that_failed_half_way_is_noticed(ids):
         forward(model, ids[:, 10:12], cache)
     cache.reset()
     assert (forward(model, ids, cache) - plain(model, ids, [40])).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("method", [store.Int(bits=4, group_size=8), store.KIVI(group_size=8, residual=16), store.Fp8(), store.Int(bits=2, group_size=16, key_axis="tensor")], ids=str)  # fmt: skip
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_drafts_leave_no_trace_in_codes(name, method, ids):
+    """A draft that is taken back must not have set the scale of a group, or pushed a token out of the plain tail."""
+    model, strategy = zoo.model(name), Strategy(store=method)
+    plainly, drafted = KVCache(model, strategy), KVCache(model, strategy)
+    for layer in drafted.layers:
+        layer.activate_past_recording()
+    for start, stop in ((0, 21), (21, 24), (24, 25), (25, 40)):
+        want = forward(model, ids[:, start:stop], plainly)
+        assert torch.equal(forward(model, ids[:, start:stop], drafted), want)
+        drafted.crop(0)
+        forward(model, ids[:, :6], drafted)
+        drafted.crop(-6)
+
+
+def test_cropping_takes_transformers_sign(ids):
+    cache = KVCache(make_llama())
+    with pytest.raises(ValueError, match=r"crop\(30\)"):
+        cache.crop(30)
+
+
+def test_a_detached_model_is_named_and_the_cache_lives_on(ids):
+    model = make_llama()
+    cache = KVCache(model)
+    forward(model, ids[:, :10], cache)
+    detach(model)
+    with pytest.raises(ValueError, match="kvlab is not attached to"):
+        forward(model, ids[:, 10:12], cache)
+    attach(model)
+    got = forward(model, ids[:, 10:], cache)
+    assert (got - plain(model, ids, [40])[:, 10:]).abs().max() < 1e-5

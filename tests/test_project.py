@@ -139,7 +139,7 @@ LEVELS: list[set[str]] = [
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-KERNEL_USERS = {"store", "attention", "serving"}
+KERNEL_USERS = {"store", "attention", "measure", "serving"}
 PLOTS_NEVER = {
     "ipywidgets",
     "anywidget",

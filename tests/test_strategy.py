@@ -52,6 +52,19 @@ def test_every_method_stands_in_the_readme():
             assert setting in row or setting in ("scales", "folder"), f"{name}: {setting} is missing in the README's row"
 
 
+def test_a_choice_is_of_its_own_type():
+    with pytest.raises(ValueError, match=r"bits=4.0 is not one of 8, 4, 3, 2"):
+        store.Int(bits=4.0)
+
+
+def test_what_does_not_combine_says_what_does():
+    for keys in (store.KIVI(), store.Rotated(inner=store.KIVI())):
+        with pytest.raises(
+            ValueError, match=r"Window needs evict, which .* cannot give with these settings \(allowed: .*Dense, .*Int"
+        ):
+            Strategy(keep=keep.Window(), store=keys)
+
+
 def test_rules_between_settings():
     with pytest.raises(ValueError, match="budget=16 is below recent \\+ sinks = 68"):
         keep.HeavyHitter(budget=16)

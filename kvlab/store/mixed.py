@@ -48,6 +48,8 @@ class Mixed(Int):
                 raise ValueError(
                     f"Mixed: layers={self.layers!r}: {text!r} (allowed: first-last=bits/bits, bits of {', '.join(map(str, WIDTHS))})"
                 )
+            if twice := found.keys() & range(first, last + 1):
+                raise ValueError(f"Mixed: layers={self.layers!r} names layer {min(twice)} twice (allowed: once)")
             found |= dict.fromkeys(range(first, last + 1), bits)
         return found
 
@@ -58,6 +60,11 @@ class Mixed(Int):
         return Int(bits=keys, **shared), Int(bits=values, **shared)
 
     def state(self, shape: LayerShape) -> StoreState:
+        beyond = [layer for layer in self.profile() if layer >= shape.layers]
+        if beyond:
+            raise ValueError(
+                f"Mixed: layers={self.layers!r} names layer {beyond[0]}, the model has {shape.layers} (allowed: 0 to {shape.layers - 1})"
+            )
         sides = []
         for number, (own, dim) in enumerate(zip(self._of(shape.layer), (shape.key_dim, shape.value_dim), strict=True)):
             coding = Coding(own.bits, SCALES[self.scales], self.symmetric, self.clip)

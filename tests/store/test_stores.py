@@ -38,7 +38,7 @@ SMALL = [
 
 
 def shape(batch: int = 2, heads: int = 2, dim: int = 32, dtype: torch.dtype = torch.float32) -> LayerShape:
-    return LayerShape(0, 1, batch, heads, dim, dim, dtype, DEVICE)
+    return LayerShape(0, 3, batch, heads, dim, dim, dtype, DEVICE)
 
 
 def fill(method, pieces, of=None):
@@ -147,7 +147,9 @@ def test_mixed_bits_by_layer():
     assert method.profile() == {0: (8, 4), 1: (8, 4), 29: (4, 8)}
     state = method.state(LayerShape(29, 30, 1, 2, 64, 64, torch.float32, DEVICE))
     assert (state.keys.coding.bits, state.values.coding.bits) == (4, 8)
-    for bad in ("1=5/4", "3-1=8/8", "x=8/8", "1=8"):
+    with pytest.raises(ValueError, match="names layer 29, the model has 12"):
+        method.state(LayerShape(0, 12, 1, 2, 64, 64, torch.float32, DEVICE))
+    for bad in ("1=5/4", "3-1=8/8", "x=8/8", "1=8", "1=8/8, 0-2=4/4"):
         with pytest.raises(ValueError, match="Mixed: layers="):
             store.Mixed(layers=bad)
 
