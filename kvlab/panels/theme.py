@@ -60,6 +60,7 @@ CSS = f"""<style>
 .kvlab-setting .widget-readout {{ min-width: 44px; text-align: right; }}
 .kvlab-setting .jupyter-button {{ padding: 0 10px; min-width: 40px; }}
 .kvlab-setting.widget-text input {{ width: 100%; }}
+.kvlab-nested {{ border-left: 3px solid var(--line); padding-left: 7px; margin: 6px 0; overflow: visible; }}
 .kvlab-row {{ display: flex; flex-flow: row wrap; gap: 4px 10px; align-items: center; overflow: visible; }}
 .kvlab-row > * {{ margin: 0; }}
 .kvlab-foot {{ display: flex; flex-flow: row wrap; gap: 6px; padding-top: 10px; overflow: visible; }}

@@ -311,7 +311,8 @@ def legend(fig: go.Figure) -> str:
         if trace.visible in (False, "legendonly") or trace.showlegend is False or trace.type == "heatmap":
             continue
         if trace.type == "bar":
-            look = "kvlab-hatch", ""
+            plain = not trace.marker.pattern.shape  # None, or empty once a browser has filled it in
+            look = ("kvlab-patch", f"background:{trace.marker.color}") if plain else ("kvlab-hatch", "")
         elif trace.mode == "markers":
             look = "kvlab-dot", f"background:{trace.marker.color}"
         elif trace.fillcolor:

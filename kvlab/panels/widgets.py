@@ -26,8 +26,9 @@ def control(name: str, setting: Setting, default: Any, changed: Changed) -> widg
     common = {"description": label, "tooltip": setting.help, "style": {"description_width": "initial"}}
     made: Any
     if isinstance(default, Method):
-        made = MethodControls(default.axis, default, changed)
-        return made
+        made = MethodControls(default.axis, default, changed, label)
+        made.choice.tooltip = setting.help  # a box cannot carry one: the browser's side of ipywidgets fails on it
+        return made.add_class("kvlab-nested")
     if setting.choices is not None:
         options = [(str(choice), choice) for choice in setting.choices]
         short = len(options) <= 4 and sum(len(text) for text, _ in options) <= 24
@@ -74,11 +75,13 @@ def whole_range(setting: Setting, default: int) -> tuple[int, int, int]:
 class MethodControls(widgets.VBox):
     """The choice of a method of an axis, and the settings of the chosen one. `choice.value` is its name, `settings` its widgets.
 
-    What was set for a method is still there when a person comes back to it.
+    What was set for a method is still there when a person comes back to it. `label` stands above the choice, where one method is a
+    setting of another.
     """
 
-    def __init__(self, axis: str, value: Method, changed: Changed) -> None:
+    def __init__(self, axis: str, value: Method, changed: Changed, label: str = "") -> None:
         super().__init__()
+        self.label = label
         self.axis, self._tell = axis, changed
         self._made: dict[str, dict[str, Any]] = {}
         self._quiet = False
@@ -151,7 +154,8 @@ class MethodControls(widgets.VBox):
     def _arrange(self) -> None:
         paper = html.escape(self.method.paper)
         self.source.value = f'<span class="kvlab-source">{paper}</span>' if paper else ""
-        self.children = (self.choice, *self.settings.values(), *([self.source] if paper else []))
+        head = [widgets.HTML(html.escape(self.label))] if self.label else []
+        self.children = (*head, self.choice, *self.settings.values(), *([self.source] if paper else []))
 
     @contextmanager
     def _silence(self) -> Any:
