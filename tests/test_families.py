@@ -32,9 +32,9 @@ def left_padding(ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 def test_a_full_budget_loses_nothing(family: str, ids: torch.Tensor, padded: bool) -> None:
     model, padding = zoo.model(family), left_padding(ids) if padded else None
-    for cuts in CUTS:
+    for number, cuts in enumerate(CUTS):
         want = plain(model, ids, cuts, padding)
-        for strategy in one_by_one(BIG):
+        for strategy in one_by_one(BIG)[number::3]:  # each strategy at one way of cutting; test_parity draws the rest
             got, _ = ours(model, strategy, ids, cuts, padding)
             assert (got - want).abs().max() < 1e-5, (cuts, strategy)
 
@@ -152,7 +152,7 @@ def test_half_precision_stays_near_single(name: str, dtype: torch.dtype, ids: to
     exact = plain(zoo.model(name), ids, [16, 17, 40])
     half = copy.deepcopy(zoo.model(name)).to(dtype)
     own = (plain(half, ids, [16, 17, 40]).float() - exact).abs().mean()
-    for strategy in one_by_one(BIG):
+    for strategy in one_by_one(BIG)[::3]:
         got = (ours(half, strategy, ids, [16, 17, 40])[0].float() - exact).abs().mean()
         assert got < 2 * own, strategy
     assert own < (0.02 if dtype == torch.float16 else 0.15)

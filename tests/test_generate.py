@@ -54,7 +54,9 @@ def test_generate_gives_the_tokens_of_transformers(name, way, ids):
     ids = ids.clone()
     ids[0, :5] = 0  # left padding
     want = generate(model, ids, **WAYS[way])
-    for strategy in FULL:
+    for strategy in FULL[
+        (MODELS.index(name) + list(WAYS).index(way)) % 4 :: 4
+    ]:  # every strategy at every way, on one of the models
         assert torch.equal(generate(model, ids, strategy, **WAYS[way]), want), strategy
 
 
@@ -63,7 +65,7 @@ def test_prompt_lookup_equals_greedy(name, ids):
     model = zoo.model(name)
     prompt = torch.cat([ids[:1, :12], ids[:1, :12], ids[:1, :12]], 1)  # long enough to leave the windows behind
     want = generate(model, prompt)
-    for strategy in FULL:
+    for strategy in FULL[MODELS.index(name) % 2 :: 2]:
         assert torch.equal(generate(model, prompt, strategy, prompt_lookup_num_tokens=3), want), strategy
 
 

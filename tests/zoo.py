@@ -38,7 +38,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     }),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"head_dim": 16, "sliding_window": WINDOW, "layer_types": HYBRID}),
     "gemma3n": ("Gemma3nForCausalLM", "Gemma3nTextConfig", {  # the last layers read the keys of earlier ones
-        "head_dim": 16, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "sliding_window": WINDOW, "vocab_size_per_layer_input": 97,
+        "initializer_range": 0.1, "head_dim": 16, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "sliding_window": WINDOW, "vocab_size_per_layer_input": 97,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         "hidden_size_per_layer_input": 8, "laurel_rank": 4, "intermediate_size": [96] * 5, "activation_sparsity_pattern": [0.0] * 5,
     }),
