@@ -47,7 +47,7 @@ lint: $(VENV)/.test
 
 # Two processes: the models are too small for one test to keep two cores busy.
 unit: $(VENV)/.test $(VENV)/.model
-	$(PY) -m pytest -q -n 2 --dist loadgroup tests --ignore=tests/browser --ignore=tests/kernels
+	$(PY) -m pytest -q -n 2 tests --ignore=tests/browser --ignore=tests/kernels
 
 # What touches transformers, with the oldest one that is supported; it lies beside the pinned one and is found first.
 oldest: $(VENV)/.test $(VENV)/transformers-$(OLDEST)

@@ -58,7 +58,7 @@ class Layer(CacheLayerMixin):
         self.new_values: Tensor | None = None
         self.fresh_mass: Tensor | None = None  # what the new step gave each key, until the last reader is done
         self.reads = 0
-        self.waits = self.may_roll_back = False
+        self.waits = False  # steps may be taken back: nothing is written down or dropped before crop() confirms them
         self.columns, self.mass = Buffer("columns", shared=True), Buffer("evidence")
         self.padding: Tensor | None = None
         self.is_initialized = False
@@ -106,7 +106,12 @@ class Layer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """From now on every step may be taken back by :meth:`crop`: what would be written as codes, or dropped by the model's own window, waits."""
-        self.waits, self.may_roll_back = True, isinstance(self.keep, Visible)
+        self.waits = True
+
+    @property
+    def may_roll_back(self) -> bool:
+        """Whether a model's own window is held wider until a step is confirmed."""
+        return self.waits and isinstance(self.keep, Visible)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the newest tokens: ``tokens_to_remove`` is 0 or negative, as transformers calls it; more than there are empties the layer.

@@ -102,9 +102,6 @@ def test_rows_are_chosen_and_repeated_as_by_transformers(ids, indices):
 
 
 def test_the_pipeline_takes_the_cache():
-    class Words:  # the smallest tokenizer a pipeline accepts is a real one; this checks the arguments' way only
-        pass
-
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

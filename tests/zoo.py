@@ -9,21 +9,9 @@ import torch
 import transformers as t
 from torch import nn
 
-from tests.conftest import DEVICE
+from tests.conftest import COMMON, DEVICE
 
-BASE: dict[str, Any] = dict(
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=512,
-    initializer_range=0.15,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+BASE: dict[str, Any] = COMMON | {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 HYBRID = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOW = 12
 

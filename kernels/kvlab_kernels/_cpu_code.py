@@ -23,14 +23,13 @@ from .layout import PARTS
 
 ROWS = 4  # query rows that share the loads of a key or value
 LANES = 8  # numbers in a vector
-BLOCK = 64
+BLOCK = 64  # tokens whose weights are scaled together
 FIELDS = (
     "rows", "sums", "data", "scale", "zero", "table", "out",
     "tokens", "data_head", "scale_head", "zero_head", "table_head", "row_bytes", "out_bytes", "heads", "splits",
 )  # fmt: skip
 
-I1, I8, I16, I32, I64, F16, F32 = (
-    ir.IntType(1),
+I8, I16, I32, I64, F16, F32 = (
     ir.IntType(8),
     ir.IntType(16),
     ir.IntType(32),
@@ -191,7 +190,7 @@ class Writer:
         return self.numbers(address, Reading("float16" if half else "float32"), first, 1, lanes)
 
 
-def score(w: Writer, reading: Reading, dim: int, rows: int, a: dict[str, Any], first: Any, last: Any, head: Any) -> None:
+def score(w: Writer, reading: Reading, dim: int, rows: int, a: dict[str, Any], first: Any, last: Any) -> None:
     """Products of ``rows`` query rows with tokens ``first`` to ``last`` of one head. ``a``: addresses of this head."""
     folds = reading.axis == "channel" and not reading.table
     by_group = reading.axis == "token"
@@ -432,7 +431,7 @@ def _compile(what: str, reading: Reading, dim: int, rows: int) -> int:
                 a["sums"] = w.add(fields["sums"], w.mul(head, 4 * rows * groups))
                 share = w.b.sdiv(w.add(w.b.sub(fields["tokens"], w.number(1)), splits), splits)
                 first = w.mul(part, share)
-                score(w, reading, dim, rows, a, first, w.least(w.add(first, share), fields["tokens"]), head)
+                score(w, reading, dim, rows, a, first, w.least(w.add(first, share), fields["tokens"]))
             else:
                 mix(w, reading, dim, rows, a, part, splits)
     w.b.ret_void()

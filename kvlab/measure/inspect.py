@@ -124,10 +124,7 @@ def write(recorded: Recorded, store: Store, layer: int = 0) -> Written:
     """Write one layer's keys and values down, all tokens at once, and read them back. Raises ``ValueError`` for a layer that is not there,
     or settings that do not fit the model's heads."""
     check("layer", layer, 0, len(recorded.layers) - 1)
-    both = recorded.layers[layer]
-    state = store.state(_shape(recorded, layer))
-    state.append(*both)
-    state.settle()
+    both, state = recorded.layers[layer], _state(recorded, store, layer)
     inner = state.inner if isinstance(state, RotatedState) else state
     sides = []
     for number, (own, back) in enumerate(zip(both, state.dense(), strict=True)):
@@ -260,10 +257,7 @@ def layer_errors(recorded: Recorded, store: Store, progress: Progress | None = N
     for layer, both in enumerate(recorded.layers):
         if progress:
             progress("every layer", layer, len(recorded.layers))
-        state = store.state(_shape(recorded, layer))
-        state.append(*both)
-        state.settle()
-        pairs = zip(both, state.dense(), strict=True)
+        pairs = zip(both, _state(recorded, store, layer).dense(), strict=True)
         found.append([float((back.float() - own.float()).norm() / own.float().norm().clamp(min=1e-30)) for own, back in pairs])
     return LayerErrors(*np.array(found).T)
 
@@ -281,10 +275,14 @@ def _row(written: Written, what: str, head: int, token: int) -> tuple[Side, int]
     return side, token - written.first
 
 
-def _shape(recorded: Recorded, layer: int) -> LayerShape:
+def _state(recorded: Recorded, store: Store, layer: int) -> StoreState:
+    """One layer, all tokens at once, as ``store`` writes it."""
     keys, values = recorded.layers[layer]
     b, h, _, dim = keys.shape
-    return LayerShape(layer, len(recorded.layers), b, h, dim, values.shape[-1], keys.dtype, keys.device)
+    state = store.state(LayerShape(layer, len(recorded.layers), b, h, dim, values.shape[-1], keys.dtype, keys.device))
+    state.append(keys, values)
+    state.settle()
+    return state
 
 
 def _codes(state: StoreState, number: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from kvlab.store.int import Int
 from kvlab.strategy import param
@@ -40,3 +40,6 @@ class KIVI(Int):
             raise ValueError(
                 f"KIVI: residual={self.residual} is no multiple of group_size={self.group_size} (the buffer is written in whole groups)"
             )
+
+    def covering(self, tokens: int) -> Self | None:
+        return super().covering(-(-tokens // self.group_size) * self.group_size)  # the buffer is whole groups

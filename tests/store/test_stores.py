@@ -172,6 +172,10 @@ def test_kivi_writes_keys_by_the_buffer_and_values_by_the_window():
             assert len(state.values) == max(0, n - 16)
 
 
+def test_kivi_covers_any_length_in_whole_groups():
+    assert store.KIVI().covering(200).residual == 224
+
+
 def test_the_first_tokens_stay_exact_for_good():
     method = store.Int(bits=2, group_size=8, sinks_exact=3)
     for pieces in ([60], [1] * 60, [2, 5, 20, 33]):
