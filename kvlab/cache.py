@@ -7,13 +7,14 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from kvlab import attention
+from kvlab import attention, rope
 from kvlab.buffer import Buffer
 from kvlab.errors import UnsupportedModel
 from kvlab.keep.base import PROTECTED, Held, Keep, Visible
@@ -66,9 +67,15 @@ class Layer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         b, h, _, dk = key_states.shape
-        layers = len(self.cache.layers)
-        self.shape = LayerShape(self.number, layers, b, h, dk, value_states.shape[3], key_states.dtype, key_states.device)
-        self.store = self.cache.strategy.store.state(self.shape)
+        self.prepare(b, h, dk, value_states.shape[3], key_states.dtype, key_states.device)
+
+    def prepare(self, batch: int, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Make an empty store for keys and values of this shape."""
+        cache = self.cache
+        rope = cache.ropes[self.number] if cache.ropes else None
+        self.shape = LayerShape(self.number, len(cache.layers), batch, kv_heads, key_dim, value_dim, dtype, device, rope)
+        self.store = cache.strategy.store.state(self.shape)
+        self.store.columns = self.columns
         self.is_initialized = True
 
     @torch.compiler.disable
@@ -155,7 +162,7 @@ class Layer(CacheLayerMixin):
                 buffer.batch(change)
             if self.padding is not None:
                 self.padding = change(self.padding)
-            self.shape = self.store.shape = LayerShape(**{**self.shape.__dict__, "batch": rows})
+            self.shape = self.store.shape = replace(self.shape, batch=rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch(lambda x: x.index_select(0, beam_idx.to(x.device)), len(beam_idx))
@@ -222,35 +229,26 @@ class Layer(CacheLayerMixin):
                 mass[..., :stored] += self.mass.view()
             self.mass.set(mass)
         limit = None if self.may_roll_back else self.keep.limit()
-        if limit is None or stored + new <= limit:
-            if len(self.columns):
-                self._append_columns(new)
+        if limit is not None and not stored and new > limit:  # a prompt is judged before anything is copied
+            columns = torch.arange(self.seen - new, self.seen, device=keys.device).view(1, 1, -1)
+            index = survivors(self._priority(columns), limit, [])
+            assert index is not None
+            keys, values = _take(keys, index), _take(values, index)
+            self._record(columns, index)
             self.store.append(keys, values)
         else:
-            self._evict(keys, values, limit)
+            if len(self.columns):
+                fresh = torch.arange(self.seen - new, self.seen, device=self.shape.device, dtype=torch.int32)
+                self.columns.append(fresh.expand(*self.columns.shape[:2], -1))
+            self.store.append(keys, values)
+            if limit is not None and stored + new > limit:
+                self._select(limit)
         if not self.waits:
             self.store.settle()
 
-    def _append_columns(self, new: int) -> None:
-        fresh = torch.arange(self.seen - new, self.seen, device=self.shape.device, dtype=torch.int32)
-        self.columns.append(fresh.expand(*self.columns.shape[:2], -1))
-
-    def _evict(self, keys: Tensor, values: Tensor, limit: int) -> None:
-        """Write down the new tokens and keep the ``limit`` most worthy of all. A prompt is judged before anything is copied."""
-        new = keys.shape[2]
-        columns = self.columns_with(torch.arange(self.seen - new, self.seen, device=keys.device))
-        if len(self.store):
-            self.store.append(keys, values)
-            self._select(limit, columns)
-        else:
-            index = survivors(self._priority(columns), limit, [])
-            assert index is not None
-            self.store.append(_take(keys, index), _take(values, index))
-            self._record(columns, index)
-
-    def _select(self, limit: int, columns: Tensor | None = None) -> None:
+    def _select(self, limit: int) -> None:
         """Keep the ``limit`` most worthy of the rows in the store."""
-        columns = self.columns_with(torch.empty(0, dtype=torch.int64, device=self.shape.device)) if columns is None else columns
+        columns = self.columns_with(torch.empty(0, dtype=torch.int64, device=self.shape.device))
         priority = self._priority(columns)
         index = survivors(priority, limit, self.store.borders)
         if index is None:
@@ -394,6 +392,7 @@ class KVCache(Cache):
             ]
         )
         self.device = devices.pop()
+        self.ropes = ropes(model) if "rope" in self.strategy.store.needs else None
         self.place = self.strategy.place.state(self.layers, self.device)
         self.high_water = 0
         self._held = 0
@@ -517,6 +516,20 @@ def layer_plan(model: nn.Module) -> list[tuple[int | None, int]]:
         if owner is not None:
             plan[owner] = (plan[owner][0], plan[owner][1] + 1)
     return plan
+
+
+_ropes: weakref.WeakKeyDictionary[nn.Module, list[rope.Rope | None]] = weakref.WeakKeyDictionary()
+
+
+def ropes(model: nn.Module) -> list[rope.Rope | None]:
+    """How each layer turns its keys by position (:func:`kvlab.rope.find`), found once a model by letting it read one token again and again."""
+    if model not in _ropes:
+        cache = KVCache(model)
+        config: Any = model.config
+        token = int(config.get_text_config(decoder=True).vocab_size) // 2
+        forward(model, torch.full((1, rope.TOKENS), token, device=cache.device), cache)
+        _ropes[model] = rope.find(model, [layer.dense()[::2] if layer.is_initialized else None for layer in cache.layers])
+    return _ropes[model]
 
 
 def forward(model: nn.Module, ids: Tensor, cache: Cache, padding: Tensor | None = None, last: bool = False) -> Tensor:

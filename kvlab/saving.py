@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from kvlab.buffer import Buffer
 from kvlab.cache import KVCache, Layer
-from kvlab.store.base import LayerShape
 from kvlab.strategy import Strategy
 
 VERSION = 1
@@ -139,12 +138,7 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 
 def _restore(layer: Layer, about: dict[str, Any], rows: dict[int, Tensor | None], padding: Tensor | None, path: Path) -> None:
     device, dtype = layer.cache.device, getattr(torch, about["dtype"])
-    layers = len(layer.cache.layers)
-    layer.shape = LayerShape(
-        layer.number, layers, about["batch"], about["kv_heads"], about["key_dim"], about["value_dim"], dtype, device
-    )
-    layer.store = layer.cache.strategy.store.state(layer.shape)
-    layer.is_initialized = True
+    layer.prepare(about["batch"], about["kv_heads"], about["key_dim"], about["value_dim"], dtype, device)
     layer.seen, layer.evicted = about["seen"], about["evicted"]
     layer.padding = None if padding is None else padding.bool().to(device)
     buffers: list[Buffer] = layer.buffers()

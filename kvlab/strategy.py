@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 AXES = ("keep", "store", "place")
+#: What the cache itself offers: the attention each key received, and how the model's layers turn their keys by position.
+CACHE = frozenset({"mass", "rope"})
 #: axis -> class name -> class, in the order of definition.
 registry: dict[str, dict[str, type[Method]]] = {axis: {} for axis in AXES}
 
@@ -89,7 +91,7 @@ class Method:
     """One answer on one axis: settings only. ``state(...)``, defined per axis, builds what a layer needs at run time.
 
     ``needs`` and ``offers`` say what combines with what: a strategy is refused unless each need of one method is offered by
-    the other two (or by the cache itself, which offers ``mass``: the attention each key received).
+    the other two, or by the cache itself (``CACHE``).
     """
 
     axis: ClassVar[str] = ""
@@ -213,7 +215,7 @@ class Strategy:
         for axis in AXES:
             one = getattr(self, axis)
             others = [getattr(self, other) for other in AXES if other != axis]
-            missing = one.needs - {"mass"} - frozenset().union(*(o.offers for o in others))
+            missing = one.needs - CACHE - frozenset().union(*(o.offers for o in others))
             if missing:
                 names = " and ".join(type(o).__name__ for o in others)
                 able = [n for a in AXES if a != axis for n, cls in methods(a).items() if cls().offers >= missing]

@@ -89,5 +89,9 @@ def test_nothing_is_lost(case: Case) -> None:
     logits = torch.cat(got, 1)
     if padding is not None:
         logits = logits * padding[..., None]
-    assert float((logits - want).abs().max()) < 1e-5
+    gap = float((logits - want).abs().max())
+    if gap >= 1e-5:  # a few in ten thousand: both are rounded, so float64 says whether more than that happened
+        exact = plain(zoo.model(case.family, torch.float64), ids, list(case.cuts), padding)
+        own, theirs = (float((x - exact).abs().max()) for x in (logits, want))
+        assert own < 2 * theirs and own < 2e-5, f"{gap} apart; {own} and {theirs} from the same in float64"
     assert cache.get_seq_length() == length

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -48,8 +49,13 @@ MULTI_HEAD = {"gpt2", "gpt_neox", "opt"}  # no grouped heads
 
 
 @functools.cache
-def model(name: str) -> Any:
+def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     """The same weights at every call; what is left at 0 or 1 by initialization is made random, or a fault there would not show."""
+    if dtype != torch.float32:
+        other = copy.deepcopy(model(name)).to(dtype)
+        if hasattr(other, "set_experts_implementation"):
+            other.set_experts_implementation("eager")  # the fast one knows no float64
+        return other
     kind, config, changes = FAMILIES[name]
     base = {k: v for k, v in BASE.items() if not (name in MULTI_HEAD and k == "num_key_value_heads")}
     torch.manual_seed(0)

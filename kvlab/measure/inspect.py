@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from kvlab.buffer import Buffer
-from kvlab.cache import KVCache, Layer
+from kvlab.cache import KVCache, Layer, ropes
 from kvlab.lab import Lab, Progress
-from kvlab.store.base import LayerShape, Store, StoreState
+from kvlab.rope import Rope
+from kvlab.store.base import Around, LayerShape, Store, StoreState
 from kvlab.store.coded import CodedState
 from kvlab.store.codes import QuantizedSide
 from kvlab.store.dense import DenseState
-from kvlab.store.rotated import RotatedState
-from kvlab_kernels.layout import FLOATS, unpack
+from kvlab_kernels.layout import FLOATS, normal_levels, unpack
 
 SIDES = ("keys", "values")
 PIECE = 256  # tokens read at once, so that a run can be ended in between
@@ -30,12 +30,13 @@ class Recorded:
     """What a full cache keeps of a text. ``words``: its tokens as text.
 
     ``layers``: keys and values of each layer, ``[1, KV heads, rows, dim]`` in the model's dtype. ``first``: the token of a layer's first row;
-    above 0 where a layer's own window has let older ones go.
+    above 0 where a layer's own window has let older ones go. ``ropes``: how each layer turned its keys (:mod:`kvlab.rope`).
     """
 
     words: tuple[str, ...]
     layers: tuple[tuple[Tensor, Tensor], ...]
     first: tuple[int, ...]
+    ropes: tuple[Rope | None, ...]
 
     @property
     def tokens(self) -> int:
@@ -53,14 +54,15 @@ def record(lab: Lab, prompt: str | Tensor, progress: Progress | None = None) -> 
         keys, values, columns = layer.dense()
         layers.append((keys, values))
         first.append(int(columns.min()))
-    return Recorded(tuple(lab.tokenizer.decode([token]) for token in ids[0].tolist()), tuple(layers), tuple(first))
+    words = tuple(lab.tokenizer.decode([token]) for token in ids[0].tolist())
+    return Recorded(words, tuple(layers), tuple(first), tuple(ropes(lab.model)))
 
 
 @dataclass(frozen=True)
 class Side:
     """Keys or values of one layer: float32 ``exact`` and ``back`` (what the store gives back), ``[KV heads, rows, dim]``.
 
-    ``written``: what was written down, ``exact`` itself unless the store rotates it first (``rotated``). ``codes`` uint8
+    ``written``: what was written down, ``exact`` itself unless the store changes the channels first; ``form`` says how. ``codes`` uint8
     ``[KV heads, coded, dim]``, those of the rows from ``plain_first`` on, each with its ``scale`` and ``zero`` (None where codes are symmetric or
     floats); None where nothing is coded. ``bits``: what the store promises for a number, None if nothing. ``format``: "int", "e4m3", "e5m2".
     """
@@ -68,7 +70,7 @@ class Side:
     exact: Array
     back: Array
     written: Array
-    rotated: bool
+    form: str = ""
     codes: Array | None = None
     scale: Array | None = None
     zero: Array | None = None
@@ -125,16 +127,14 @@ def write(recorded: Recorded, store: Store, layer: int = 0) -> Written:
     or settings that do not fit the model's heads."""
     check("layer", layer, 0, len(recorded.layers) - 1)
     both, state = recorded.layers[layer], _state(recorded, store, layer)
-    inner = state.inner if isinstance(state, RotatedState) else state
     sides = []
     for number, (own, back) in enumerate(zip(both, state.dense(), strict=True)):
-        matrix = (state.turn_keys, state.turn_values)[number] if isinstance(state, RotatedState) else None
+        inner, written, form = _peel(state, number, own)
         exact = own[0].float()
-        written = exact if matrix is None else exact @ matrix
-        codes = _codes(inner, number)
-        sides.append(Side(_array(exact), _array(back[0]), _array(written), matrix is not None, **codes))
+        codes = _codes(inner, number, own.shape[1])
+        sides.append(Side(_array(exact), _array(back[0]), _heads(_array(written[0]), own.shape[1]), form, **codes))
     counts = dict(zip(SIDES, (tensor.numel() for tensor in both), strict=True))
-    parts = {row: _bytes(buffers) for row, buffers in _buffers(inner)}
+    parts = {row: _bytes(buffers) for row, buffers in _buffers(_peel(state, 0, both[0])[0])}
     numbers, plain = counts | {"both": sum(counts.values())}, 8 * both[0].dtype.itemsize
     return Written(layer, store, sides[0], sides[1], parts, numbers, plain, recorded.first[layer], recorded.words)
 
@@ -143,7 +143,7 @@ def write(recorded: Recorded, store: Store, layer: int = 0) -> Written:
 class Token:
     """One token of one head: ``exact``, ``back`` and ``error`` (their difference), float32 ``[dim]``.
 
-    ``codes``, ``scale``, ``zero`` ``[dim]``: how each channel is written; None for a plain token, and where the channels were rotated.
+    ``codes``, ``scale``, ``zero`` ``[dim]``: how each channel is written; None for a plain token, and where the store changes the channels first.
     """
 
     token: int
@@ -166,7 +166,7 @@ def token(written: Written, what: str, head: int, token: int) -> Token:
     side, row = _row(written, what, head, token)
     at = side.coded(row)
     own: list[Array | None] = [None, None, None]
-    if at is not None and not side.rotated:
+    if at is not None and not side.form:
         own = [None if x is None else x[head, at] for x in (side.codes, side.scale, side.zero)]
     exact, back = side.exact[head, row], side.back[head, row]
     return Token(token, written.words[token], exact, back, back - exact, own[0], own[1], own[2], at is None)
@@ -176,13 +176,14 @@ def token(written: Written, what: str, head: int, token: int) -> Token:
 class Channels:
     """How large each channel of one head is over all tokens: ``low``, ``high`` and ``size`` (largest |x|), float32 ``[dim]``.
 
-    ``rotated``: the largest |x| of each channel after the rotation, or None.
+    ``written``: the largest |x| of each channel as it is written down, or None where that is the same; ``form`` says how ("once rotated").
     """
 
     low: Array
     high: Array
     size: Array
-    rotated: Array | None
+    written: Array | None
+    form: str = ""
 
     @property
     def outlier(self) -> float:
@@ -195,8 +196,8 @@ def channels(written: Written, what: str, head: int) -> Channels:
     side = written.side(what)
     check("head", head, 0, len(side.exact) - 1)
     own = side.exact[head]
-    turned = np.abs(side.written[head]).max(0) if side.rotated else None
-    return Channels(own.min(0), own.max(0), np.abs(own).max(0), turned)
+    written = np.abs(side.written[head]).max(0) if side.form else None
+    return Channels(own.min(0), own.max(0), np.abs(own).max(0), written, side.form)
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class Channel:
     """One channel of one head over all tokens: how many of its numbers (``counts`` ``[bins]``) lie between ``edges`` ``[bins + 1]``.
 
     ``levels``: the numbers that the codes of one token can say there, rising; None if the token is plain. ``number``: what that token has there.
-    ``rotated``: the channel is one of those after the rotation.
+    ``form``: the channel is one of those that are written down, "once rotated" or "before RoPE".
     """
 
     channel: int
@@ -213,7 +214,7 @@ class Channel:
     edges: Array
     levels: Array | None
     number: float
-    rotated: bool
+    form: str = ""
 
     @property
     def tokens(self) -> int:
@@ -237,7 +238,7 @@ def channel(written: Written, what: str, head: int, token: int, channel: int, bi
         levels = _levels(side) * float(side.scale[head, at, channel])
         if side.zero is not None:
             levels = levels + float(side.zero[head, at, channel])
-    return Channel(channel, token, counts, edges, levels, float(own[row]), side.rotated)
+    return Channel(channel, token, counts, edges, levels, float(own[row]), side.form)
 
 
 @dataclass(frozen=True)
@@ -279,17 +280,35 @@ def _state(recorded: Recorded, store: Store, layer: int) -> StoreState:
     """One layer, all tokens at once, as ``store`` writes it."""
     keys, values = recorded.layers[layer]
     b, h, _, dim = keys.shape
-    state = store.state(LayerShape(layer, len(recorded.layers), b, h, dim, values.shape[-1], keys.dtype, keys.device))
+    own = (b, h, dim, values.shape[-1], keys.dtype, keys.device, recorded.ropes[layer])
+    state = store.state(LayerShape(layer, len(recorded.layers), *own))
     state.append(keys, values)
     state.settle()
     return state
 
 
-def _codes(state: StoreState, number: int) -> dict[str, Any]:
+def _peel(state: StoreState, number: int, x: Tensor) -> tuple[StoreState, Tensor, str]:
+    """The innermost store, all rows of one side as that gets them, and what was done to them in words."""
+    done = []
+    while isinstance(state, Around):
+        x, form = state.write(number, x), state.form(number)
+        done += [form] if form else []
+        state = state.inner
+    return state, x, ", ".join(reversed(done))
+
+
+def _heads(x: Array, heads: int) -> Array:
+    """``[H / n, rows, n * D]`` as ``[H, rows, D]``, where the store joins heads: each takes its share of the channels."""
+    groups, rows, dim = x.shape
+    each = heads // groups
+    return x.reshape(groups, rows, each, dim // each).swapaxes(1, 2).reshape(heads, rows, dim // each)
+
+
+def _codes(state: StoreState, number: int, heads: int) -> dict[str, Any]:
     """The codes of one side, with a scale and a zero point for each: arguments of ``Side``."""
-    if not isinstance(state, CodedState):
+    side = state.sides[number] if isinstance(state, CodedState) else None
+    if not isinstance(state, CodedState) or not isinstance(side, QuantizedSide):
         return {}
-    side: QuantizedSide = state.sides[number]
     known: dict[str, Any] = {"bits": side.coding.bits, "format": side.coding.format, "plain_first": len(state.first[number])}
     if not len(side):
         return known
@@ -300,10 +319,10 @@ def _codes(state: StoreState, number: int) -> dict[str, Any]:
         if x is None:
             return None
         if own.axis == "token":
-            return _array(x[0].repeat_interleave(own.group_size, -1))
-        return _array(x[0, :, torch.arange(codes.shape[1], device=x.device) // own.group_size])
+            return _heads(_array(x[0].repeat_interleave(own.group_size, -1)), heads)
+        return _heads(_array(x[0, :, torch.arange(codes.shape[1], device=x.device) // own.group_size]), heads)
 
-    return known | {"codes": codes.cpu().numpy(), "scale": spread(own.scale), "zero": spread(own.zero)}
+    return known | {"codes": _heads(codes.cpu().numpy(), heads), "scale": spread(own.scale), "zero": spread(own.zero)}
 
 
 def _levels(side: Side) -> Array:
@@ -312,6 +331,8 @@ def _levels(side: Side) -> Array:
     if side.format in FLOATS:
         floats = torch.arange(256).to(torch.uint8).view(FLOATS[side.format]).float()
         return _array(floats[floats.isfinite()].unique())
+    if side.format == "normal":
+        return np.array(normal_levels(side.bits), dtype=np.float32)
     if side.zero is None:
         top = 2 ** (side.bits - 1) - 1
         return np.arange(-top, top + 1, dtype=np.float32)

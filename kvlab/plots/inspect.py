@@ -60,7 +60,7 @@ def token_summary(made: "Token", layer: int, head: int, what: str, channel: int)
     if made.plain:
         return f"{line}: this token is plain."
     if made.codes is None or made.scale is None:
-        return f"{line}; its codes belong to rotated channels."
+        return f"{line}; its codes belong to other channels, or to none."
     code, scale = int(made.codes[channel]), float(made.scale[channel])
     if made.zero is None:
         return f"{line}, code {code} with a scale of {scale:.3g}."
@@ -71,11 +71,11 @@ def token_summary(made: "Token", layer: int, head: int, what: str, channel: int)
 # --- the channels of a head
 
 
-RANGE, SIZE, ROTATED = "from smallest to largest number", "largest |x|", "largest |x| once rotated"
+RANGE, SIZE, WRITTEN = "from smallest to largest number", "largest |x|", "largest |x| as it is written"
 
 
 def channels(made: "Channels | None", channel: int, *, title: str = "How large each channel is") -> go.Figure:
-    """For each channel over all tokens: the range of its numbers (grey), its largest |x| (black), and that once rotated (orange)."""
+    """For each channel over all tokens: the range of its numbers (grey), its largest |x| (black), and that as it is written down (orange)."""
     fig = style.layout(go.Figure(), title, "channel", "number", height=340)
     fig.update_yaxes(rangemode="normal", zeroline=True, zerolinecolor="#999999")
     return fig if made is None else update_channels(fig, made, channel)
@@ -90,8 +90,8 @@ def update_channels(fig: go.Figure, made: "Channels", channel: int, *, title: st
         RANGE: _step(at, made.high, style.FULL) | bare | {"fill": "tonexty", "fillcolor": PALE},
         SIZE: _step(at, made.size, style.INK),
     }
-    if made.rotated is not None:
-        traces[ROTATED] = _step(at, made.rotated, style.STORE)
+    if made.written is not None:
+        traces[WRITTEN] = _step(at, made.written, style.STORE)
     traces[CHOSEN] = _dot(channel, made.size[channel])
     return style.apply(fig, traces, {"xaxis.range": [-0.5, len(at) - 0.5]} | _title(title))
 
@@ -100,7 +100,7 @@ def channels_summary(made: "Channels", what: str) -> str:
     """`Keys: channel 25 reaches 12.3, 8.1 times the median channel. Once rotated, the largest is 4.4.`"""
     largest = int(made.size.argmax())
     line = f"{what.capitalize()}: channel {largest} reaches {made.size[largest]:.3g}, {_times(made.outlier)} times the median channel."
-    return line if made.rotated is None else f"{line} Once rotated, the largest is {made.rotated.max():.3g}."
+    return line if made.written is None else f"{line} {_upper(made.form)}, the largest is {made.written.max():.3g}."
 
 
 # --- one channel
@@ -136,15 +136,15 @@ def update_channel(fig: go.Figure, made: "Channel", *, title: str | None = None)
             }
     traces[NUMBER] = _dot(made.number, top / 2) | {"hovertemplate": "%{x:.4g}"}
     room = 0.03 * (high - low)
-    words = "number, once rotated" if made.rotated else "number"
+    words = f"number, {made.form}" if made.form else "number"
     changes = {"xaxis.range": [low - room, high + room], "yaxis.range": [0, top], "xaxis.title.text": words}
     return style.apply(fig, traces, changes | _title(title))
 
 
 def channel_summary(made: "Channel") -> str:
     """`Channel 5: 256 numbers from −1.2 to 3.4. Of the 16 numbers that token 128's codes can say there, 12 lie in that range.`"""
-    which = "Rotated channel" if made.rotated else "Channel"
-    line = f"{which} {made.channel}: {made.tokens:,} numbers from {_signed(made.edges[0])} to {_signed(made.edges[-1])}."
+    which = f" ({made.form})" if made.form else ""
+    line = f"Channel {made.channel}{which}: {made.tokens:,} numbers from {_signed(made.edges[0])} to {_signed(made.edges[-1])}."
     if made.levels is None:
         return f"{line} Token {made.token:,} is plain: nothing is rounded."
     line += f" Of the {len(made.levels)} numbers that token {made.token:,}'s codes can say there, {made.inside} lie in that range"
@@ -296,3 +296,7 @@ def _times(value: float) -> str:
 
 def _signed(value: float) -> str:
     return f"{value:.3g}".replace("-", "−")
+
+
+def _upper(words: str) -> str:
+    return words[:1].upper() + words[1:]

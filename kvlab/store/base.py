@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlab.buffer import Buffer
+from kvlab.rope import Rope
 from kvlab.strategy import Method
 from kvlab_kernels.layout import Codes
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one cache layer looks like, known from its first keys. ``device`` and ``dtype`` are the model's."""
+    """What one cache layer looks like, known from its first keys. ``device`` and ``dtype`` are the model's.
+
+    ``rope``: how the layer turns its keys; told to stores that need it, None where it does not turn them.
+    """
 
     layer: int
     layers: int
@@ -26,13 +31,19 @@ class LayerShape:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    rope: Rope | None = None
 
 
 @dataclass
 class StoreState(ABC):
-    """The tokens of one layer as a store writes them. Token ``i`` is row ``i``, oldest first, the same count for every head."""
+    """The tokens of one layer as a store writes them. Token ``i`` is row ``i``, oldest first, the same count for every head.
+
+    ``columns``: the layer's, int32 ``[1 or B, 1 or H, rows]``: which token of the text each row is, rows about to be appended included; empty while
+    row ``i`` is token ``i``.
+    """
 
     shape: LayerShape
+    columns: Buffer = field(default_factory=lambda: Buffer("columns", shared=True), repr=False)
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -56,6 +67,10 @@ class StoreState(ABC):
     @abstractmethod
     def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
         """``weights`` ``[B, H, M, stop - start]`` times the values of those rows -> ``[B, H, M, Dv]``."""
+
+    @abstractmethod
+    def key_rows(self, start: int, stop: int) -> Tensor:
+        """The keys of rows ``start:stop`` as they are stored, float32 ``[B, H, stop - start, Dk]``; within one block of :meth:`blocks`."""
 
     @abstractmethod
     def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None] | None:
@@ -93,6 +108,80 @@ class StoreState(ABC):
     @abstractmethod
     def dense(self) -> tuple[Tensor, Tensor]:
         """Keys and values ``[B, H, n, D]`` as attention sees them, in the model's dtype. For tests and figures: it is a copy."""
+
+
+class Around(StoreState):
+    """A store inside another: everything is ``inner``'s, until a subclass says otherwise."""
+
+    def __init__(self, shape: LayerShape, inner: StoreState) -> None:
+        super().__init__(shape)
+        self.inner = inner
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("shape", "columns") and "inner" in self.__dict__:
+            setattr(self.inner, name, self.within(value) if name == "shape" else value)
+
+    def within(self, shape: LayerShape) -> LayerShape:
+        """The inner store's shape where the outer one has ``shape``."""
+        return shape
+
+    def write(self, number: int, x: Tensor) -> Tensor:
+        """All rows of keys (0) or values (1) ``[B, H, n, D]`` as the inner store gets them."""
+        return x
+
+    def form(self, number: int) -> str:
+        """What :meth:`write` does to them, in words; "" for nothing."""
+        return ""
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    @property
+    def borders(self) -> list[int]:
+        return self.inner.borders
+
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        self.inner.append(keys, values)
+
+    def settle(self) -> None:
+        self.inner.settle()
+
+    def score(self, query: Tensor, start: int, stop: int) -> Tensor:
+        return self.inner.score(query, start, stop)
+
+    def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
+        return self.inner.mix(weights, start, stop)
+
+    def key_rows(self, start: int, stop: int) -> Tensor:
+        return self.inner.key_rows(start, stop)
+
+    def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None] | None:
+        return None  # a kernel would have to know what is done around
+
+    def blocks(self, rows: int) -> Iterator[tuple[int, int]]:
+        yield from self.inner.blocks(rows)
+
+    def select(self, index: Tensor) -> None:
+        self.inner.select(index)
+
+    def truncate(self, rows: int) -> None:
+        self.inner.truncate(rows)
+
+    def thaw(self) -> None:
+        self.inner.thaw()
+
+    def buffers(self) -> list[Buffer]:
+        return self.inner.buffers()
+
+    def counts(self) -> dict[str, int]:
+        return self.inner.counts()
+
+    def recount(self, counts: dict[str, int]) -> None:
+        self.inner.recount(counts)
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        return self.inner.dense()
 
 
 class Store(Method, abstract=True):

@@ -1,4 +1,4 @@
-"""Tokens of one layer as codes, with some plain ones before and after them: what ``Int``, ``KIVI`` and ``Fp8`` are made of."""
+"""Tokens of one layer written down, with some plain ones before and after them: what ``Int``, ``KIVI``, ``Fp8`` and ``LowRank`` are made of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvlab.buffer import Buffer
 from kvlab.store.base import LayerShape, StoreState, block_rows, split
-from kvlab.store.codes import QuantizedSide
+from kvlab.store.side import Side, to_format
 from kvlab_kernels import cpu
 from kvlab_kernels.layout import Codes
 
@@ -22,13 +22,14 @@ class Flush:
 
     ``residual``: the newest tokens that stay plain. ``first``: the first tokens that stay plain for good. ``kivi``: keys wait until
     ``residual`` of them are there and are then all written, values leave one by one behind a window of ``residual`` (KIVI, arXiv 2402.02750);
-    otherwise both go in groups as soon as ``residual`` newer ones are there.
+    otherwise both go in groups as soon as ``residual`` newer ones are there. ``start``: nothing is written before so many are due.
     """
 
     group: int = 1
     residual: int = 0
     first: int = 0
     kivi: bool = False
+    start: int = 0
 
     def keys(self, tail: int) -> int:
         """How many of ``tail`` plain keys, the first tokens apart, are to be written now."""
@@ -42,21 +43,24 @@ class Flush:
 
 
 class CodedState(StoreState):
-    """``first`` plain rows, codes, a plain tail. Keys and values are the same rows; under KIVI's rule the border to the tail differs."""
+    """``first`` plain rows, codes, a plain tail. Keys and values are the same rows; under KIVI's rule the border to the tail differs.
 
-    def __init__(self, shape: LayerShape, keys: QuantizedSide, values: QuantizedSide, flush: Flush) -> None:
+    ``plain``: the format of plain rows; None is the model's.
+    """
+
+    def __init__(self, shape: LayerShape, keys: Side, values: Side, flush: Flush, plain: torch.dtype | None = None) -> None:
         super().__init__(shape)
-        self.sides, self.flush = (keys, values), flush
+        self.sides, self.flush, self.plain = (keys, values), flush, plain or shape.dtype
         self.first = (Buffer("residual"), Buffer("residual"))
         self.tail = (Buffer("residual"), Buffer("residual"))
         self.opened = False  # whether anything was written: from then on the first tokens are fixed
 
     @property
-    def keys(self) -> QuantizedSide:
+    def keys(self) -> Side:
         return self.sides[0]
 
     @property
-    def values(self) -> QuantizedSide:
+    def values(self) -> Side:
         return self.sides[1]
 
     def __len__(self) -> int:
@@ -74,12 +78,12 @@ class CodedState(StoreState):
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         for tail, rows in zip(self.tail, (keys, values), strict=True):
-            tail.append(rows)
+            tail.append(to_format(rows, self.plain))
 
     def settle(self) -> None:
         waiting = 0 if self.opened else self.flush.first
         due = [rule(len(tail) - waiting) for rule, tail in zip((self.flush.keys, self.flush.values), self.tail, strict=True)]
-        if max(due) <= 0:
+        if max(due) <= 0 or (not self.opened and max(due) < self.flush.start):
             return
         if waiting:
             for first, tail in zip(self.first, self.tail, strict=True):
@@ -110,13 +114,24 @@ class CodedState(StoreState):
             return None
         return self.tail[which].view()[:, :, start - first - coded : stop - first - coded]
 
+    def key_rows(self, start: int, stop: int) -> Tensor:
+        rows = self._plain(0, start, stop)
+        first = len(self.first[0])
+        return self.keys.rows(start - first, stop - first) if rows is None else rows.float()
+
     def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None] | None:
         if not self.opened:
-            return self.tail[0].view(), self.tail[1].view(), None, None
+            return *self._tails(), None, None
         if len(self.first[0]) or len(self.keys) != len(self.values) or not len(self.keys):
             return None
-        rest = (self.tail[0].view(), self.tail[1].view()) if len(self.tail[0]) else (None, None)
-        return self.keys.layout(), self.values.layout(), *rest
+        keys, values = self.keys.layout(), self.values.layout()
+        if keys is None or values is None:
+            return None
+        return keys, values, *(self._tails() if len(self.tail[0]) else (None, None))
+
+    def _tails(self) -> tuple[Tensor, Tensor]:
+        keys, values = (tail.view().to(self.shape.dtype) for tail in self.tail)
+        return keys, values
 
     def blocks(self, rows: int) -> Iterator[tuple[int, int]]:
         size = block_rows(self.shape)
@@ -132,7 +147,7 @@ class CodedState(StoreState):
         edges = [0, len(self.first[0]), len(self.first[0]) + len(self.keys), len(self)]
         cuts = [int((index[0, 0] < edge).sum()) for edge in edges]
         for number in (0, 1):
-            parts: tuple[Buffer | QuantizedSide, ...] = (self.first[number], self.sides[number], self.tail[number])
+            parts: tuple[Buffer | Side, ...] = (self.first[number], self.sides[number], self.tail[number])
             for part, low, high, edge, end in zip(parts, cuts, cuts[1:], edges, edges[1:], strict=False):
                 if low == high:
                     part.clear()
@@ -140,7 +155,6 @@ class CodedState(StoreState):
                     part.select(index[..., low:high] - edge)
 
     def truncate(self, rows: int) -> None:
-        dtype = self.shape.dtype
         for number, side in enumerate(self.sides):
             first, tail = self.first[number], self.tail[number]
             head = len(first)
@@ -149,7 +163,7 @@ class CodedState(StoreState):
                 continue
             inside = max(0, rows - head)
             whole = inside if side.axis == "token" else inside // side.group_size * side.group_size
-            cut = side.dense(whole, inside).to(dtype) if inside > whole else None
+            cut = side.rows(whole, inside).to(self.plain) if inside > whole else None
             side.truncate(whole)
             tail.clear()
             if cut is not None:
@@ -167,7 +181,7 @@ class CodedState(StoreState):
         for number, rows in enumerate(dense):
             self.first[number].clear()
             self.sides[number].clear()
-            self.tail[number].set(rows)
+            self.tail[number].set(rows.to(self.plain))
 
     def buffers(self) -> list[Buffer]:
         return [*self.first, *self.keys.buffers(), *self.values.buffers(), *self.tail]
@@ -182,9 +196,9 @@ class CodedState(StoreState):
         out = []
         for first, side, tail in zip(self.first, self.sides, self.tail, strict=True):
             parts = [first.view()] if len(first) else []
-            parts += [side.dense().to(self.shape.dtype)] if len(side) else []
+            parts += [side.rows()] if len(side) else []
             parts += [tail.view()] if len(tail) else []
-            out.append(torch.cat(parts, 2))
+            out.append(torch.cat([part.to(self.shape.dtype) for part in parts], 2))
         return out[0], out[1]
 
 

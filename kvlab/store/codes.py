@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvlab.buffer import Buffer
+from kvlab.store.side import Side
 from kvlab_kernels import cpu
-from kvlab_kernels.layout import FLOATS, Codes, dequantize, pack
+from kvlab_kernels.layout import FLOATS, Codes, dequantize, normal_levels, pack
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How numbers become codes. ``format``: "int", or "e4m3" or "e5m2" (8-bit floats, no zero points).
+    """How numbers become codes. ``format``: "int"; "e4m3" or "e5m2" (8-bit floats, no zero points); "normal" (the levels that suit normal numbers best).
 
     ``symmetric``: codes around zero without zero points, one code of each group unused. ``clip``: the share of a group's range that is covered;
     what lies outside takes the nearest code.
@@ -29,7 +29,7 @@ class Coding:
 
     @property
     def zeros(self) -> bool:
-        return self.format == "int" and not self.symmetric
+        return self.format not in FLOATS and not self.symmetric
 
 
 def quantize(x: Tensor, coding: Coding, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -40,6 +40,8 @@ def quantize(x: Tensor, coding: Coding, dims: tuple[int, ...]) -> tuple[Tensor, 
     """
     x = x.float()
     zero = None
+    if coding.format == "normal":
+        return _normal(x, coding, dims)
     if coding.zeros:
         low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
         middle, half = (low + high) / 2, (high - low) / 2 * coding.clip
@@ -48,10 +50,7 @@ def quantize(x: Tensor, coding: Coding, dims: tuple[int, ...]) -> tuple[Tensor, 
     else:
         top = torch.finfo(FLOATS[coding.format]).max if coding.format in FLOATS else 2 ** (coding.bits - 1) - 1
         scale = (x.abs().amax(dims, keepdim=True) * (coding.clip / top)).to(coding.scale_dtype)
-    if not bool(torch.isfinite(scale).all() and (zero is None or torch.isfinite(zero).all())):
-        raise ValueError(
-            f"keys or values up to {x.abs().amax().item():.3g} cannot be quantized with {coding.scale_dtype} scales (NaN, infinite or too large)"
-        )
+    _check(x, coding, scale, zero)
     step = scale.float()
     step = torch.where(step > 0, step, 1.0)
     if coding.format in FLOATS:
@@ -65,7 +64,33 @@ def quantize(x: Tensor, coding: Coding, dims: tuple[int, ...]) -> tuple[Tensor, 
     return codes.to(torch.uint8), scale, zero
 
 
-class QuantizedSide:
+def _check(x: Tensor, coding: Coding, scale: Tensor, zero: Tensor | None = None) -> None:
+    if not bool(torch.isfinite(scale).all() and (zero is None or torch.isfinite(zero).all())):
+        raise ValueError(
+            f"keys or values up to {x.abs().amax().item():.3g} cannot be quantized with {coding.scale_dtype} scales (NaN, infinite or too large)"
+        )
+
+
+def _normal(x: Tensor, coding: Coding, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes by the nearest level, for numbers of standard deviation 1, and the scale at which they keep their length along ``x``.
+
+    The scale of least error would be smaller: what is lost is then at right angles to what is written, so everything comes back shorter. Attention
+    adds up many tokens, where errors either way average out and a common shortening does not.
+    """
+    mean = x.mean(dims, keepdim=True) if coding.zeros else torch.zeros((), device=x.device)
+    own = x - mean
+    size = own.square().mean(dims, keepdim=True)
+    levels = torch.tensor(normal_levels(coding.bits), device=x.device)
+    codes = torch.bucketize(own / size.sqrt().clamp(min=1e-30), (levels[1:] + levels[:-1]) / 2)
+    said = levels[codes]
+    along = (own * said).mean(dims, keepdim=True)
+    scale = torch.where(along > 0, size / along.clamp(min=1e-30), 0.0).to(coding.scale_dtype)
+    zero = (x - scale.float() * said).mean(dims, keepdim=True).to(coding.scale_dtype) if coding.zeros else None
+    _check(x, coding, torch.where(size.isfinite(), scale, size), zero)
+    return codes.to(torch.uint8), scale, zero
+
+
+class QuantizedSide(Side):
     """Keys (``axis`` channel, token or tensor) or values (token) of one layer as packed codes.
 
     Per channel and per tensor, ``group_size`` tokens share a scale; rows come in whole groups. Per token, ``group_size`` channels
@@ -81,7 +106,6 @@ class QuantizedSide:
             Buffer("scales"),
             Buffer("tables", shared=True),
         )
-        self.repacked = 0
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -92,7 +116,6 @@ class QuantizedSide:
     # writing
 
     def append(self, x: Tensor) -> None:
-        """Quantize ``[B, H, n, D]`` for good; ``n`` is a multiple of ``group_size`` unless scales are per token."""
         packed, scale, zero = self._encode(x)
         if len(self.table):
             first = len(self.scale)
@@ -134,26 +157,28 @@ class QuantizedSide:
         zero = numbers[1] if self.coding.zeros else None
         return Codes(codes, numbers[0], zero, self.coding.bits, axis, self.group_size, group, self.coding.format)
 
-    def dense(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows ``start:stop`` as float32."""
-        return dequantize(self.layout(start, stop))
+    def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
+        begin = self._begin(start)
+        return dequantize(self.layout(begin, stop))[:, :, start - begin :]
+
+    def _begin(self, start: int) -> int:
+        """Where the group of row ``start`` begins, if rows lie in groups."""
+        return start if self.axis == "token" or len(self.table) else start // self.group_size * self.group_size
 
     def score(self, query: Tensor, start: int, stop: int) -> Tensor:
-        """float32 ``query`` ``[B, H, M, D]`` -> ``[B, H, M, stop - start]``."""
-        begin = start if self.axis == "token" or len(self.table) else start // self.group_size * self.group_size
+        begin = self._begin(start)
         keys = self.layout(begin, stop)
         scores = cpu.score(query, keys) if cpu.serves(query, keys) else query @ dequantize(keys).transpose(-1, -2)
         return scores[..., start - begin :]
 
     def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
-        """float32 ``weights`` ``[B, H, M, stop - start]`` -> ``[B, H, M, D]``."""
-        values = self.layout(start, stop)
-        return cpu.mix(weights, values) if self.axis == "token" and cpu.serves(weights, values) else weights @ dequantize(values)
+        values = self.layout(start, stop) if self.axis == "token" else None
+        return cpu.mix(weights, values) if values and cpu.serves(weights, values) else weights @ self.rows(start, stop)
 
     # dropping
 
     def select(self, index: Tensor) -> None:
-        """Keep rows ``index`` ``[1 or B, 1 or H, m]``. Codes of the kept rows do not change, save in a repack."""
+        """Keep rows ``index``. Their codes do not change, save in a repack."""
         if self.axis == "token":
             for buffer in (self.codes, self.scale, self.zero):
                 if len(buffer):
@@ -169,19 +194,10 @@ class QuantizedSide:
             self._repack()
 
     def truncate(self, rows: int) -> None:
-        """Keep the first ``rows`` (whole groups unless per token); only before any eviction."""
         self.codes.truncate(rows)
         scales = rows if self.axis == "token" else rows // self.group_size
         self.scale.truncate(scales)
         self.zero.truncate(scales)
-
-    def clear(self) -> None:
-        for buffer in self.buffers():
-            buffer.clear()
-
-    def batch(self, change: Callable[[Tensor], Tensor]) -> None:
-        for buffer in self.buffers():
-            buffer.batch(change)
 
     def _repack(self) -> None:
         """Give the tokens of groups under half occupancy new groups, and drop the scale rows nobody uses."""
@@ -203,7 +219,7 @@ class QuantizedSide:
             count = moves.sum(2, keepdim=True)
             order = torch.arange(padded, device=table.device).expand(*table.shape[:2], -1).minimum((count - 1).clamp(min=0))
             where = place.gather(2, order.clamp(max=moving - 1))
-            packed, more_scale, more_zero = self._encode(_rows(self.dense(), where))
+            packed, more_scale, more_zero = self._encode(_rows(self.rows(), where))
             codes = self.codes.view()
             # written are the live rows only: a padded list repeats a place, and which of two writes wins would be chance
             live = (torch.arange(padded, device=table.device) < count).expand(*codes.shape[:2], -1)

@@ -47,6 +47,9 @@ class DenseState(StoreState):
         values = self.values.view()[:, :, start:stop]
         return cpu.mix(weights, values) if cpu.serves(weights, values) else weights.to(values.dtype) @ values
 
+    def key_rows(self, start: int, stop: int) -> Tensor:
+        return self.keys.view()[:, :, start:stop].float()
+
     def layout(self) -> tuple[Tensor, Tensor, None, None]:
         return self.keys.view(), self.values.view(), None, None
 

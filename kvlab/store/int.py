@@ -14,6 +14,7 @@ from kvlab.strategy import param
 from kvlab_kernels.layout import check_packs
 
 SCALES = {"float16": torch.float16, "float32": torch.float32}
+FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -48,21 +49,45 @@ class Int(Store):
     clip: float = param(
         1.0, low=0.5, high=1.0, step=0.05, help="The share of a group's range that the codes cover; what lies outside is cut off."
     )
+    levels: str = param(
+        "even",
+        choices=("even", "normal"),
+        help="What codes stand for: even steps from the least to the largest number, or the steps that suit normal numbers best (Lloyd-Max).",
+    )
     scales: str = param("float16", choices=tuple(SCALES), help="The format of scales and zero points.")
+
+    plain: str = param(
+        "model",
+        choices=("model", *FLOATS),
+        title="plain tokens as",
+        help="The format of plain tokens: the model's, or 16 bits where the model has 32.",
+    )
 
     kivi: ClassVar[bool] = False  # the flush rule, see Flush
 
     def state(self, shape: LayerShape) -> StoreState:
         for dim in (shape.key_dim, shape.value_dim):
             self._channels(dim)
-        coding = Coding(self.bits, SCALES[self.scales], self.symmetric, self.clip)
+        coding = self.coding
         key_group = self._channels(shape.key_dim) if self.key_axis == "token" else self.group_size
         keys = QuantizedSide(coding, self.key_axis, key_group)
-        return CodedState(shape, keys, QuantizedSide(coding, "token", self._channels(shape.value_dim)), self.flush)
+        values = QuantizedSide(coding, "token", self._channels(shape.value_dim))
+        return CodedState(shape, keys, values, self.flush, FLOATS.get(self.plain))
 
     @property
     def flush(self) -> Flush:
         return Flush(1 if self.key_axis == "token" else self.group_size, self.residual, self.sinks_exact, self.kivi)
+
+    @property
+    def coding(self) -> Coding:
+        return Coding(self.bits, SCALES[self.scales], self.symmetric, self.clip, "int" if self.levels == "even" else self.levels)
+
+    def check(self) -> None:
+        if self.levels == "normal" and (self.bits == 8 or self.clip < 1):
+            wrong = f"bits={self.bits}" if self.bits == 8 else f"clip={self.clip}"
+            raise ValueError(
+                f"{type(self).__name__}: {wrong} with levels='normal' (allowed: 4, 3 or 2 bits and no clipping: the levels clip by themselves)"
+            )
 
     def _channels(self, dim: int) -> int:
         """Channels that share a per-token scale in a head of ``dim``. Raises ``ValueError`` where the group does not divide it."""
@@ -91,6 +116,6 @@ class Int(Store):
             scales += keys * shape.key_dim / self._channels(shape.key_dim) if shape.key_dim else 0.0
         elif shape.key_dim:
             scales += keys / self.group_size * (shape.key_dim if self.key_axis == "channel" else 1 / shape.kv_heads)
-        plain = ((rows - keys) * shape.key_dim + (rows - values) * shape.value_dim) * shape.dtype.itemsize
+        plain = ((rows - keys) * shape.key_dim + (rows - values) * shape.value_dim) * FLOATS.get(self.plain, shape.dtype).itemsize
         parts = {"codes": heads * codes, "scales": heads * scales * numbers, "residual": heads * plain}
         return parts | {"tables": heads * keys * 4.0} if evicting and grouped else parts

@@ -36,6 +36,7 @@ class KIVI(Int):
     )
 
     def check(self) -> None:
+        super().check()
         if self.residual % self.group_size:
             raise ValueError(
                 f"KIVI: residual={self.residual} is no multiple of group_size={self.group_size} (the buffer is written in whole groups)"

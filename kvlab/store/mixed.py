@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from kvlab.store.base import LayerShape, StoreState
 from kvlab.store.coded import CodedState
-from kvlab.store.codes import Coding, QuantizedSide
-from kvlab.store.int import SCALES, Int
+from kvlab.store.codes import QuantizedSide
+from kvlab.store.int import FLOATS, Int
 from kvlab.strategy import param
 from kvlab_kernels.layout import WIDTHS
 
@@ -28,10 +28,17 @@ class Mixed(Int):
 
     bits: int = param(4, choices=(8, 4, 3, 2), unit="bits", title="key bits", help="Bits of a key's code.")
     value_bits: int = param(2, choices=(8, 4, 3, 2), unit="bits", title="value bits", help="Bits of a value's code.")
+    value_levels: str = param(
+        "even",
+        choices=("even", "normal"),
+        title="value levels",
+        help="What values' codes stand for, as `levels` says it for keys.",
+    )
     layers: str = param("", help="Layers with bits of their own: 0-1=8/4, 29=4/4 (layers = key bits / value bits).")
 
     def check(self) -> None:
-        self.profile()
+        for layer in (-1, *self.profile()):
+            self._of(layer)  # what does not go together in one layer's Int is refused there
 
     def profile(self) -> dict[int, tuple[int, int]]:
         """layer -> bits of its keys and of its values, where ``layers`` names it."""
@@ -55,9 +62,10 @@ class Mixed(Int):
 
     def _of(self, layer: int) -> tuple[Int, Int]:
         """``Int`` for the keys and ``Int`` for the values of a layer."""
-        shared = {name: getattr(self, name) for name in Int.settings() if name != "bits"}
+        shared = {name: getattr(self, name) for name in Int.settings() if name not in ("bits", "levels")}
         keys, values = self.profile().get(layer, (self.bits, self.value_bits))
-        return Int(bits=keys, **shared), Int(bits=values, **shared)
+        clip = {"clip": 1.0} if self.value_levels == "normal" else {}  # such levels clip by themselves
+        return Int(bits=keys, levels=self.levels, **shared), Int(bits=values, levels=self.value_levels, **shared | clip)
 
     def state(self, shape: LayerShape) -> StoreState:
         beyond = [layer for layer in self.profile() if layer >= shape.layers]
@@ -67,11 +75,10 @@ class Mixed(Int):
             )
         sides = []
         for number, (own, dim) in enumerate(zip(self._of(shape.layer), (shape.key_dim, shape.value_dim), strict=True)):
-            coding = Coding(own.bits, SCALES[self.scales], self.symmetric, self.clip)
             axis = self.key_axis if number == 0 else "token"
             size = own._channels(dim)
-            sides.append(QuantizedSide(coding, axis, self.group_size if axis != "token" else size))
-        return CodedState(shape, sides[0], sides[1], self.flush)
+            sides.append(QuantizedSide(own.coding, axis, self.group_size if axis != "token" else size))
+        return CodedState(shape, sides[0], sides[1], self.flush, FLOATS.get(self.plain))
 
     def predict(self, rows: int, shape: LayerShape, evicting: bool = False) -> dict[str, float]:
         keys, values = self._of(shape.layer)

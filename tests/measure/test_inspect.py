@@ -18,7 +18,7 @@ def recorded(keys: torch.Tensor, values: torch.Tensor | None = None, layers: int
     """One batch row from ``[heads, tokens, dim]``, the same in every layer."""
     values = keys if values is None else values
     words = tuple(f"w{number}" for number in range(keys.shape[1]))
-    return Recorded(words, ((keys[None], values[None]),) * layers, (0,) * layers)
+    return Recorded(words, ((keys[None], values[None]),) * layers, (0,) * layers, (None,) * layers)
 
 
 @pytest.fixture
@@ -109,14 +109,14 @@ def test_sizes_of_channels_before_and_after_a_rotation():
     plain = inspect.channels(inspect.write(recorded(keys), store.Int(bits=8, group_size=8)), "keys", 0)
     assert plain.size.tolist() == [0, 0, 8, 0, 0, 0, 0, 0]
     assert (plain.low[2], plain.high[2]) == (-8, 8)
-    assert plain.rotated is None
+    assert plain.written is None
     made = inspect.write(recorded(keys), store.Rotated(store.Int(bits=8, group_size=8, key_axis="token")))
     turned = inspect.channels(made, "keys", 0)
     assert turned.size.tolist() == plain.size.tolist()
-    assert turned.rotated == pytest.approx([8 / 8**0.5] * 8)  # spread evenly over eight channels
-    assert made.keys.rotated
+    assert turned.written == pytest.approx([8 / 8**0.5] * 8)  # spread evenly over eight channels
+    assert made.keys.form == "once rotated"
     assert inspect.token(made, "keys", 0, 0).codes is None  # they belong to other channels
-    assert inspect.channel(made, "keys", 0, 0, 2).rotated
+    assert inspect.channel(made, "keys", 0, 0, 2).form == "once rotated"
     assert made.bits()["both"] == {"codes": 8.0, "scales": 4.0}
 
 

@@ -76,7 +76,7 @@ def test_the_text_is_read_once(panel, monkeypatch):
     assert panel.wait(60)
     assert panel.error.value == ""
     assert "Once rotated" in panel.text
-    assert style.trace(panel.figures["channels"], plots.ROTATED).visible
+    assert style.trace(panel.figures["channels"], plots.WRITTEN).visible
 
 
 def test_every_store_can_be_looked_at(panel):

@@ -13,7 +13,7 @@ EXACT, BACK = np.array([1.0, -3.0]), np.array([1.5, -3.0])
 TOKEN = Token(7, " the\n", EXACT, BACK, BACK - EXACT, np.array([3, 0]), np.array([1.5, 1.5]), np.array([-3.0, -3.0]), False)
 PLAIN = Token(8, "a", EXACT, EXACT, 0 * EXACT, None, None, None, True)
 SIZES = Channels(np.array([-1.0, -8.0, 0.0]), np.array([2.0, -1.0, 1.0]), np.array([2.0, 8.0, 1.0]), None)
-ONE = Channel(5, 7, np.array([1, 3]), np.array([0.0, 2.0, 4.0]), np.array([-1.0, 1.0, 3.0, 5.0]), 3.5, False)
+ONE = Channel(5, 7, np.array([1, 3]), np.array([0.0, 2.0, 4.0]), np.array([-1.0, 1.0, 3.0, 5.0]), 3.5)
 ERRORS = LayerErrors(np.array([0.02, 0.04]), np.array([0.1, 0.05]))
 ROWS = {"keys": {"codes": 4.0, "scales": 0.5}, "values": {"codes": 4.0, "scales": 0.5}, "both": {"codes": 4.0, "scales": 0.5}}
 
@@ -53,14 +53,14 @@ def test_sizes_of_channels() -> None:
     fig = inspect.channels(SIZES, 1)
     assert y(fig, inspect.SIZE)[1:-1] == [2, 8, 1]
     assert y(fig, inspect.RANGE)[1:-1] == [2, -1, 1]
-    assert style.trace(fig, inspect.ROTATED) is None
+    assert style.trace(fig, inspect.WRITTEN) is None
     assert inspect.channels_summary(SIZES, "keys") == "Keys: channel 1 reaches 8, 4.0 times the median channel."
-    turned = Channels(SIZES.low, SIZES.high, SIZES.size, np.array([3.0, 2.0, 1.0]))
+    turned = Channels(SIZES.low, SIZES.high, SIZES.size, np.array([3.0, 2.0, 1.0]), "once rotated")
     inspect.update_channels(fig, turned, 1)
-    assert y(fig, inspect.ROTATED)[1:-1] == [3, 2, 1]
+    assert y(fig, inspect.WRITTEN)[1:-1] == [3, 2, 1]
     assert inspect.channels_summary(turned, "keys").endswith("Once rotated, the largest is 3.")
     inspect.update_channels(fig, SIZES, 1)
-    assert inspect.ROTATED not in shown(fig)
+    assert inspect.WRITTEN not in shown(fig)
 
 
 def test_the_steps_of_a_channel() -> None:
@@ -70,14 +70,17 @@ def test_the_steps_of_a_channel() -> None:
     assert inspect.channel_summary(ONE) == (
         "Channel 5: 4 numbers from 0 to 4. Of the 4 numbers that token 7's codes can say there, 2 lie in that range."
     )
-    many = Channel(5, 7, ONE.counts, ONE.edges, np.linspace(0, 4, 200), 3.5, False)
+    many = Channel(5, 7, ONE.counts, ONE.edges, np.linspace(0, 4, 200), 3.5)
     inspect.update_channel(fig, many)
     assert inspect.LEVELS not in shown(fig)
     assert inspect.channel_summary(many).endswith("200 lie in that range, too many to draw.")
-    turned = Channel(5, 7, ONE.counts, ONE.edges, None, 3.5, True)
+    turned = Channel(5, 7, ONE.counts, ONE.edges, None, 3.5, "once rotated")
     inspect.update_channel(fig, turned)
     assert fig.layout.xaxis.title.text == "number, once rotated"
-    assert inspect.channel_summary(turned) == "Rotated channel 5: 4 numbers from 0 to 4. Token 7 is plain: nothing is rounded."
+    assert (
+        inspect.channel_summary(turned)
+        == "Channel 5 (once rotated): 4 numbers from 0 to 4. Token 7 is plain: nothing is rounded."
+    )
 
 
 def test_errors_by_layer() -> None:

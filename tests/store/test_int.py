@@ -71,7 +71,7 @@ def test_a_biased_channel_ruins_per_token_keys_only():
         side = QuantizedSide(Coding(4), axis, 64)
         side.append(x)
         others = [d for d in range(64) if d != 5]
-        error[axis] = float((side.dense() - x)[..., others].abs().mean())
+        error[axis] = float((side.rows() - x)[..., others].abs().mean())
     assert error["channel"] < 0.1
     assert error["token"] > 5 * error["channel"]
     assert error["tensor"] > 5 * error["channel"]
@@ -186,4 +186,4 @@ def test_layout_is_what_kernels_read():
     state, *_ = filled(store.Int(bits=4, group_size=16), 64)
     codes = state.keys.layout()
     assert isinstance(codes, Codes) and codes.axis == "channel" and codes.codes.dtype == torch.uint8
-    assert torch.equal(dequantize(codes), state.keys.dense())
+    assert torch.equal(dequantize(codes), state.keys.rows())

@@ -11,6 +11,7 @@ from kvlab import KVCache, Strategy, keep, store
 from kvlab.cache import forward
 from kvlab.geometry import Geometry
 from kvlab.measure import predict
+from kvlab.rope import Rope
 from kvlab.store.base import LayerShape
 from kvlab.store.rotated import rotation
 from kvlab.strategy import methods
@@ -33,12 +34,33 @@ SMALL = [
     store.Rotated(inner=store.Int(bits=2, group_size=8), kind="random"),
     store.Rotated(inner=store.KIVI(group_size=8, residual=16), values=False),
     store.Mixed(bits=8, value_bits=3, group_size=8, layers="0-1=4/2", residual=5, sinks_exact=2),
-    store.Mixed(bits=2, value_bits=8, key_axis="token", group_size=16, layers="2=3/3"),
+    store.Mixed(bits=2, value_bits=8, key_axis="token", group_size=16, layers="2=3/3", plain="bfloat16"),
+    store.Rotated(inner=store.Int(bits=4, group_size=16, key_axis="token"), heads=2, block=16, reorder=True),
+    store.Rotated(inner=store.Int(bits=3, key_axis="token", symmetric=True, levels="normal", residual=4), kind="random", heads=2, values=False),
+    store.Int(bits=2, group_size=16, levels="normal"),
+    store.Int(bits=4, group_size=16, levels="normal", symmetric=True),
+    store.PreRope(inner=store.Dense()),
+    store.PreRope(inner=store.Int(bits=8, group_size=8, residual=9, sinks_exact=2, plain="float16")),
+    store.PreRope(inner=store.Rotated(inner=store.Int(bits=4, group_size=16, key_axis="token"), block=8, reorder=True)),
+    store.LowRank(rank=8, first=16),
+    store.LowRank(rank=16, first=16, bits=4, group_size=8, values=False, residual=3, sinks_exact=2),
+    store.LowRank(rank=24, first=32, bits=32, energy=0.7, pre_rope=False),
 ]  # fmt: skip
+ROPE = Rope(10000.0 ** -(torch.arange(0, 32, 2) / 32))
+
+
+def exact(method) -> bool:
+    """Numbers come back to the last bit where they are plain; a turn there and back rounds them."""
+    return not isinstance(method, store.Rotated | store.PreRope | store.LowRank)
+
+
+def direct(method) -> bool:
+    """Numbers are written one by one, as they come."""
+    return isinstance(method, store.Dense | store.Int | store.Fp8)
 
 
 def shape(batch: int = 2, heads: int = 2, dim: int = 32, dtype: torch.dtype = torch.float32) -> LayerShape:
-    return LayerShape(0, 3, batch, heads, dim, dim, dtype, DEVICE)
+    return LayerShape(0, 3, batch, heads, dim, dim, dtype, DEVICE, ROPE)
 
 
 def fill(method, pieces, of=None):
@@ -68,14 +90,12 @@ def test_attention_reads_what_is_stored(method, rows):
     torch.testing.assert_close(mixed.double(), weights.double() @ values, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", SMALL, ids=str)
+@pytest.mark.parametrize("method", [*filter(direct, SMALL)], ids=str)
 def test_numbers_come_back_within_half_a_step(method):
     """Integer codes: half a step of the group's range, at most; floats: half of a last place."""
     state, sides = fill(method, [64])
     for dense, plain in zip(state.dense(), sides, strict=True):
         error = (dense - plain).abs()
-        if isinstance(method, store.Rotated):
-            continue
         if isinstance(method, store.Fp8):
             bound = plain.abs() * (2**-4 if method.format == "e4m3" else 2**-3) + plain.abs().amax() * 2**-9
         elif isinstance(method, store.Int):
@@ -86,6 +106,8 @@ def test_numbers_come_back_within_half_a_step(method):
                 *(b for pair in getattr(method, "profile", dict)().values() for b in pair),
             )
             levels = 2**bits - (2 if method.symmetric else 1)
+            if method.levels == "normal":
+                continue  # steps differ, and the outermost may be passed by far
             bound = (wide / levels / 2 * 1.01 + (1 - method.clip) * wide / 2).expand_as(plain)
         else:
             bound = torch.zeros_like(plain)
@@ -109,9 +131,7 @@ def test_half_precision_is_taken(method, dtype):
 @pytest.mark.parametrize("full", covering(48)["store"], ids=str)
 def test_a_prompt_shorter_than_the_residual_is_exact(full):
     state, (keys, values) = fill(full, [40, 1, 1, 5])
-    same = (
-        torch.equal if not isinstance(full, store.Rotated) else lambda a, b: torch.allclose(a, b, atol=1e-5)
-    )  # turned there and back
+    same = torch.equal if exact(full) else lambda a, b: torch.allclose(a, b, atol=1e-5)
     assert same(state.dense()[0], keys) and same(state.dense()[1], values)
 
 
@@ -201,22 +221,24 @@ def test_fp8_takes_a_larger_token_later():
 @pytest.mark.parametrize("method", SMALL, ids=str)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_no_number_is_refused(method, bad):
-    own = getattr(method, "inner", method)
-    if isinstance(own, store.Dense) or own.residual > 64:
-        return
+    state, sides = fill(method, [64])
+    if all(torch.allclose(a, b, atol=1e-5) for a, b in zip(state.dense(), sides, strict=True)):
+        return  # all of it is plain
     state = method.state(shape())
     rows = torch.randn(2, 2, 64, 32)
     rows[1, 0, 30, 7] = bad
-    state.append(rows, torch.randn(2, 2, 64, 32))
     with pytest.raises(ValueError, match="cannot be quantized"):
-        state.settle()
+        _settled(state, rows)
+
+
+def _settled(state, rows):
+    state.append(rows, torch.randn(2, 2, 64, 32))
+    state.settle()
 
 
 @pytest.mark.parametrize("value", [0.0, -3.25, 1e-8])
-@pytest.mark.parametrize("method", SMALL, ids=str)
+@pytest.mark.parametrize("method", [*filter(direct, SMALL)], ids=str)
 def test_constant_rows_come_back(method, value):
-    if isinstance(method, store.Rotated):
-        return  # a constant row is none after a rotation
     state = method.state(shape())
     rows = torch.full((2, 2, 64, 32), value)
     state.append(rows, rows.clone())
@@ -236,7 +258,10 @@ def test_bytes_are_as_predicted(method):
         forward(model, torch.randint(3, 97, (2, n), generator=generator), cache)
         memory = cache.memory()
         want = predict(geometry, Strategy(store=method), cache.get_seq_length(), batch=2, bits=32)
-        assert memory.logical == pytest.approx(sum(want.values()), rel=0.01)
+        if getattr(method, "energy", 0):  # its ranks come from the text: what is predicted is the most
+            assert memory.logical < sum(want.values())
+        else:
+            assert memory.logical == pytest.approx(sum(want.values()), rel=0.01)
         assert memory.allocated <= memory.logical * 1.07 + 3 * 2 * 9 * (2 * 2 * 32 * 4)  # nine rows a layer and side at least
 
 

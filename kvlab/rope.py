@@ -1,0 +1,109 @@
+"""Rotary position embedding (RoFormer, arXiv 2104.09864): turning keys by their position, and back.
+
+Keys come to a cache turned: each pair of channels by an angle that grows with the token's position. So a channel that is nearly constant before
+looks like a wave after, which makes keys harder to write with few bits. Stores that undo the turn first need to know how a model turns; :func:`find`
+finds it by trying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from kvlab.errors import UnsupportedModel
+
+TOKENS = 24  # how many equal tokens `find` wants to see
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """How one layer turns its keys. ``frequencies``: float32 ``[R / 2]``, radians a position; the first ``R`` channels of a head are turned.
+
+    ``interleaved``: neighbours are a pair; otherwise channel ``i`` and ``i + R / 2`` are.
+    """
+
+    frequencies: Tensor
+    interleaved: bool = False
+    _table: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @property
+    def dims(self) -> int:
+        return 2 * len(self.frequencies)
+
+    def turn(self, x: Tensor, columns: Tensor, back: bool = False) -> Tensor:
+        """``x`` ``[B, H, n, D]`` turned by positions ``columns`` (int64 ``[1 or B, 1 or H, n]``), or turned back -> float32."""
+        x, (cos, sin) = x.float(), self._waves(columns)
+        own, rest = x[..., : self.dims], x[..., self.dims :]
+        if self.interleaved:
+            first, second = own[..., ::2], own[..., 1::2]
+        else:
+            first, second = own.chunk(2, -1)
+        if back:
+            sin = -sin
+        one, two = first * cos - second * sin, second * cos + first * sin
+        turned = torch.stack([one, two], -1).flatten(-2) if self.interleaved else torch.cat([one, two], -1)
+        return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+    def _waves(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every angle, float32 ``[b, h, n, R / 2]``; from a table that grows, taken in float64."""
+        need = int(columns.max()) + 1 if columns.numel() else 1
+        key = str(columns.device)
+        table = self._table.get(key)
+        if table is None or table.shape[1] < need:
+            at = torch.arange(max(need, 512) * 5 // 4, dtype=torch.float64, device=columns.device)
+            angles = at[:, None] * self.frequencies.to(columns.device).double()
+            table = self._table[key] = torch.stack([angles.cos(), angles.sin()]).float()
+        return table[0][columns], table[1][columns]
+
+
+def find(model: nn.Module, keys: Sequence[tuple[Tensor, Tensor] | None]) -> list[Rope | None]:
+    """How each layer of ``model`` turns its keys; None for a layer that does not.
+
+    ``keys``: of each layer its keys ``[1, H, n, D]`` and their columns ``[1, 1 or H, n]`` after the model has read *one and the same token* again and
+    again; None for a layer without keys. Attention over equal values gives that value, so every layer sees the same at each position, and keys
+    differ by position alone: the right turn back makes them equal. The frequencies tried are those that the model's own modules hold.
+
+    Raises ``UnsupportedModel`` if a model has such frequencies and none fits.
+    """
+    tried = [
+        Rope(buffer.detach().float().cpu(), interleaved)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name.endswith("inv_freq") and buffer.dim() == 1
+        for interleaved in (False, True)
+    ]
+    if not tried:
+        return [None] * len(keys)
+    found: list[Rope | None] = []
+    unsure: list[int] = []
+    for number, layer in enumerate(keys):
+        if layer is None:
+            found.append(None)
+            continue
+        x, columns = layer
+        bound = 1e-3 if x.dtype == torch.float32 else 4e-2
+        choices = [None, *(rope for rope in tried if rope.dims <= x.shape[-1])]
+        spreads = [_spread(x if rope is None else rope.turn(x, columns, back=True)) for rope in choices]
+        best = min(range(len(choices)), key=spreads.__getitem__)
+        found.append(choices[best])
+        if spreads[best] > bound:
+            unsure.append(number)
+    if not unsure:
+        return found
+    # sinks as parameters make what a layer sees depend on how many keys there are; the first layer sees the tokens themselves
+    sure = {found[i] for i in range(len(keys)) if keys[i] is not None and i not in unsure}
+    if len(sure) != 1:
+        raise UnsupportedModel(
+            f"{type(model).__name__} turns the keys of layer {unsure[0]} by position in a way kvlab does not know (looked at {TOKENS} equal tokens, tried "
+            f"{len(tried)} ways). Use a store that leaves keys as they come: Int, Rotated, Fp8."
+        )
+    return [sure_one if i in unsure else own for i, own in enumerate(found) for sure_one in sure]
+
+
+def _spread(x: Tensor) -> float:
+    """How much the rows of ``[1, H, n, D]`` differ from their first, against its length."""
+    x = x.float()
+    return float((x - x[:, :, :1]).norm(dim=-1).amax() / x[:, :, :1].norm(dim=-1).amax().clamp(min=1e-12))
