@@ -127,7 +127,7 @@ def test_a_notebook_is_light_and_carries_no_widget_state(path: Path) -> None:
 
 LEVELS: list[set[str]] = [
     {"errors", "_data", "_config", "jupyter"},
-    {"strategy", "buffer", "memory", "geometry", "fetch", "texts"},
+    {"strategy", "buffer", "memory", "geometry", "fetch", "texts", "rope"},
     {"hardware", "models"},
     {"keep", "store", "place"},
     {"attention"},

@@ -16,10 +16,11 @@ from math import gcd
 from typing import Any
 
 import llvmlite.binding as llvm
+import torch
 from llvmlite import ir
 
 from .cpu import openmp
-from .layout import PARTS
+from .layout import PARTS, normal_levels
 
 ROWS = 4  # query rows that share the loads of a key or value
 LANES = 8  # numbers in a vector
@@ -41,7 +42,7 @@ I8, I16, I32, I64, F16, F32 = (
 
 @dataclass(frozen=True)
 class Reading:
-    """How one side lies in memory. ``kind``: "float32", "float16", "bfloat16", or of codes "int", "e4m3", "e5m2"; the rest is about codes.
+    """How one side lies in memory. ``kind``: "float32", "float16", "bfloat16", or of codes "int", "normal", "e4m3", "e5m2"; the rest is about codes.
 
     ``axis``: "channel" or "token"; ``group``: tokens or channels that share a scale; ``table``: a token's row of scales is looked up;
     ``half``: scales are float16; ``symmetric``: there are no zero points.
@@ -61,12 +62,21 @@ class Reading:
 
     def step(self, dim: int) -> int:
         """Channels in a piece that lies in one plane and in one scale group."""
-        plane = dim * min(PARTS[self.bits]) // 8 if self.kind == "int" else dim
+        plane = dim * min(PARTS[self.bits]) // 8 if self.kind in ("int", "normal") else dim
         return gcd(plane, self.group) if self.axis == "token" else plane
 
     @property
     def scale_item(self) -> int:
         return 2 if self.half else 4
+
+
+def odd_polynomial(levels: tuple[float, ...]) -> list[float]:
+    """Coefficients of x, x^3, ... of the odd polynomial that is ``levels[i]`` at ``x = (2 i + 1) / n - 1`` scaled so that the last is at 1."""
+    half = len(levels) // 2
+    places = torch.arange(half, dtype=torch.float64) * 2 + 1
+    places = places / places[-1]
+    matrix = places[:, None] ** (torch.arange(half) * 2 + 1)
+    return torch.linalg.solve(matrix, torch.tensor(levels[half:], dtype=torch.float64)).tolist()  # type: ignore[no-any-return]
 
 
 class Writer:
@@ -172,6 +182,8 @@ class Writer:
             code = raw if code is None else self.b.or_(code, self.b.shl(raw, ir.Constant(small, [done] * lanes)))
             start, done = start + width, done + part
         out = self.b.sitofp(self.b.zext(code, whole), floats)
+        if kind == "normal":
+            return self._normal(out, reading.bits)
         return self.b.fsub(out, ir.Constant(floats, [float(2 ** (reading.bits - 1))] * lanes)) if reading.symmetric else out
 
     def _small_floats(self, raw: Any, kind: str, lanes: int) -> Any:
@@ -185,6 +197,18 @@ class Writer:
         size = self.b.shl(self.b.and_(bits, ir.Constant(wide, [0x7F] * lanes)), ir.Constant(wide, [7] * lanes))
         half = self.b.bitcast(self.b.or_(sign, size), ir.VectorType(F16, lanes))
         return self.b.fmul(self.b.fpext(half, floats), ir.Constant(floats, [256.0] * lanes))
+
+    def _normal(self, code: Any, bits: int) -> Any:
+        """The level that a code numbers: an odd polynomial that goes through all of them, which needs no table."""
+        lanes, top = code.type.count, (2**bits - 1) / 2
+        constant = lambda x: ir.Constant(code.type, [x] * lanes)  # noqa: E731
+        place = self.b.fmul(self.b.fsub(code, constant(top)), constant(1 / top))
+        square = self.b.fmul(place, place)
+        *higher, last = odd_polynomial(normal_levels(bits))
+        out = constant(last)
+        for coefficient in reversed(higher):
+            out = self.fma(out, square, constant(coefficient))
+        return self.b.fmul(out, place)
 
     def scales(self, address: Any, half: bool, first: int, lanes: int) -> Any:
         return self.numbers(address, Reading("float16" if half else "float32"), first, 1, lanes)

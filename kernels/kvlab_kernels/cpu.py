@@ -33,7 +33,7 @@ def available() -> bool:
 def serves(rows: Tensor, x: Tensor | Codes) -> bool:
     """Whether :func:`score` and :func:`mix` take query rows ``[B, H, M, ..]`` (or weights) against keys or values ``x``."""
     codes = x.codes if isinstance(x, Codes) else x
-    kind = x.format != "normal" if isinstance(x, Codes) else x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    kind = isinstance(x, Codes) or x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     dim = x.head_dim if isinstance(x, Codes) else x.shape[-1]
     return rows.shape[2] <= MAX_ROWS and codes.device.type == "cpu" and kind and dim % 8 == 0 and available()
 

@@ -62,6 +62,17 @@ def test_symmetric_codes(bits: int, axis: str, table: bool, shape: tuple) -> Non
     check(torch.randn(b, h, m, d), torch.randn(b, h, m, n), dataclasses.replace(x, zero=None))
 
 
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("bits", [4, 3, 2])
+@pytest.mark.parametrize(("axis", "table"), [("channel", False), ("channel", True), ("token", False)])
+def test_levels_of_a_normal_number(bits: int, axis: str, table: bool, zeros: bool) -> None:
+    torch.manual_seed(0)
+    b, h, m, n, d, group = SHAPES[1]
+    x = codes(b, h, n, d, bits, axis, min(group, d) if axis == "token" else group, table)
+    x = dataclasses.replace(x, format="normal", zero=x.zero if zeros else None)
+    check(torch.randn(b, h, m, d), torch.randn(b, h, m, n), x)
+
+
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 @pytest.mark.parametrize("form", ["e4m3", "e5m2"])
 def test_small_floats(form: str, shape: tuple) -> None:
