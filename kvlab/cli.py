@@ -93,6 +93,38 @@ def app() -> "typer.Typer":
                 f"({100 * row.perplexity_change:+.2f}%)  KL {row.kl:.5f}  agree {row.agreement:.3f}  needles {row.needles_found}/{row.needles}"
             )
 
+    @commands.command()
+    def compare(
+        strategy: Annotated[list[str] | None, typer.Option(help="A strategy, as for `kvlab measure`. Many.")] = None,
+        model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,
+        out: Annotated[Path | None, typer.Option(help="Add the table to this JSON-lines file.")] = None,
+        tokens: Annotated[tuple[int, int, int], typer.Option(help="Tokens of prefill, tokens scored, tokens a step.")] = (
+            1024,
+            1024,
+            16,
+        ),
+    ) -> None:
+        """Strategies beside transformers' own caches, quantized ones where their libraries are installed: bytes, KL, time, in one run."""
+        from tqdm import tqdm
+
+        import kvlab
+        from kvlab.measure import control
+        from kvlab.measure.compare import PEERS, compare, record
+        from kvlab.texts import reference_text
+
+        chosen = [read_strategy(text) for text in strategy or SIDE_BY_SIDE]
+        lab = kvlab.load(model)
+        ids = lab.encode(reference_text()[: 8 * (tokens[0] + tokens[1])])[:, : tokens[0] + tokens[1]]
+        against = control(lab, ids, prefill=tokens[0], step=tokens[2])
+        bar = tqdm([*PEERS, kvlab.Strategy(), *chosen], unit="cache", file=sys.stderr)
+        rows = [row for one in bar for row in compare(lab, [one], against)]
+        if out:
+            record(out, rows, lab, against, "kvlab compare" + "".join(f" --strategy '{text}'" for text in strategy or []))
+        typer.echo(f"{'':100}{'bits':>7}{'KL':>10}{'agree':>8}{'perplexity':>12}{'step':>10}")
+        for row in rows:
+            numbers = f"{row.effective_bits:7.2f}{row.kl:10.5f}{row.agreement:8.3f}{100 * row.perplexity_change:+11.2f}%{1e3 * row.step:7.0f} ms"
+            typer.echo(f"{row.name:100}{row.why or numbers}")
+
     bench = typer.Typer(help="Speed, as ratios within one run.", no_args_is_help=True)
     commands.add_typer(bench, name="bench")
 
@@ -137,6 +169,17 @@ def app() -> "typer.Typer":
     return commands
 
 
+#: What `kvlab compare` puts beside the others when nothing is named: eight bits and less, each with its best known settings.
+SIDE_BY_SIDE = (
+    "kvlab.Strategy(store=store.Int(plain='float16'))",
+    "kvlab.Strategy(store=store.Int(bits=4, plain='float16'))",
+    "kvlab.Strategy(store=store.Int(bits=4, group_size=32, residual=128, plain='float16'))",
+    "kvlab.Strategy(store=store.PreRope(store.Int(bits=3, plain='float16')))",
+    "kvlab.Strategy(store=store.KIVI(plain='float16'))",
+    "kvlab.Strategy(store=store.PreRope(store.Rotated(store.Mixed(bits=3, value_levels='normal', plain='float16'), kind='random', keys=False)))",
+    "kvlab.Strategy(store=store.LowRank(rank=48, bits=8, values=False))",
+)
+
 #: What `kvlab measure` measures when nothing is named.
 STANDARD = (
     "kvlab.Strategy(store=store.Int())",
@@ -155,6 +198,20 @@ STANDARD = (
     "kvlab.Strategy(store=store.Fp8(format='e5m2'))",
     "kvlab.Strategy(store=store.Mixed(value_bits=3))",
     "kvlab.Strategy(store=store.Mixed(bits=3, sinks_exact=4, value_bits=4))",
+    "kvlab.Strategy(store=store.Int(bits=2, group_size=32))",
+    "kvlab.Strategy(store=store.PreRope(store.Int(bits=2, group_size=32)))",
+    "kvlab.Strategy(store=store.PreRope(store.Int(bits=3)))",
+    "kvlab.Strategy(store=store.PreRope(store.Mixed(bits=3)))",
+    "kvlab.Strategy(store=store.PreRope(store.Mixed(bits=3, value_levels='normal')))",
+    "kvlab.Strategy(store=store.PreRope(store.Rotated(store.Mixed(bits=3, value_levels='normal'), kind='random', keys=False)))",
+    "kvlab.Strategy(store=store.PreRope(store.Rotated(store.Mixed(bits=4, value_bits=3, group_size=128, value_levels='normal'), kind='random', keys=False)))",
+    "kvlab.Strategy(store=store.Rotated(store.Int(bits=3, key_axis='token', levels='normal', symmetric=True), kind='random'))",
+    "kvlab.Strategy(store=store.PreRope(store.Rotated(store.Int(bits=2, key_axis='token', group_size=96, clip=0.8, sinks_exact=4), heads=3)))",
+    "kvlab.Strategy(store=store.LowRank())",
+    "kvlab.Strategy(store=store.LowRank(rank=32, bits=8, values=False))",
+    "kvlab.Strategy(store=store.LowRank(rank=48, bits=8, values=False))",
+    "kvlab.Strategy(store=store.LowRank(rank=48, bits=8, values=False, pre_rope=False))",
+    "kvlab.Strategy(store=store.LowRank(rank=64, bits=4))",
     "kvlab.Strategy(keep=keep.Window())",
     "kvlab.Strategy(keep=keep.Window(sinks=0))",
     "kvlab.Strategy(keep=keep.HeavyHitter())",

@@ -7,8 +7,9 @@ finds it by trying.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ class Rope:
 
     frequencies: Tensor
     interleaved: bool = False
-    _table: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def dims(self) -> int:
@@ -50,13 +50,17 @@ class Rope:
     def _waves(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every angle, float32 ``[b, h, n, R / 2]``; from a table that grows, taken in float64."""
         need = int(columns.max()) + 1 if columns.numel() else 1
-        key = str(columns.device)
-        table = self._table.get(key)
+        tables = _tables.setdefault(self, {})
+        table = tables.get(columns.device)
         if table is None or table.shape[1] < need:
             at = torch.arange(max(need, 512) * 5 // 4, dtype=torch.float64, device=columns.device)
             angles = at[:, None] * self.frequencies.to(columns.device).double()
-            table = self._table[key] = torch.stack([angles.cos(), angles.sin()]).float()
+            table = tables[columns.device] = torch.stack([angles.cos(), angles.sin()]).float()
         return table[0][columns], table[1][columns]
+
+
+#: Cosines and sines of every position so far: the model's, not any cache's, so no cache counts them as its own.
+_tables: weakref.WeakKeyDictionary[Rope, dict[torch.device, Tensor]] = weakref.WeakKeyDictionary()
 
 
 def find(model: nn.Module, keys: Sequence[tuple[Tensor, Tensor] | None]) -> list[Rope | None]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from kvlab.cache import KVCache, forward
 from kvlab.lab import Lab, Progress
@@ -76,25 +77,43 @@ def control(
 
     Raises ``ValueError`` unless ``1 <= prefill < n`` and ``step >= 1``.
     """
-    logits, _ = _read(lab, ids, Strategy(), prefill, step, progress, "reading with the full cache")
+    logits = read(lab, ids, KVCache(lab.model), prefill, step, progress=progress, stage="reading with the full cache")
     return Control(ids, prefill, step, logits, _loss(logits, ids, prefill))
 
 
 def quality(lab: Lab, strategy: Strategy, against: Control, *, progress: Progress | None = None) -> Quality:
     """Read the control's text again through ``strategy``, in the same steps, and compare token by token."""
-    logits, memory = _read(lab, against.ids, strategy, against.prefill, against.step, progress, "scoring")
+    cache = KVCache(lab.model, strategy)
+    logits = read(lab, against.ids, cache, against.prefill, against.step, chunk=strategy.chunk, progress=progress)
+    return Quality(*compared(logits, against), against.prefill, cache.memory())
+
+
+def compared(logits: Tensor, against: Control) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Loss, the control's loss, KL divergence (nats) and agreement (bool) of ``logits`` ``[scored, vocabulary]``, each ``[scored]``."""
     kl, agree = [], []
     for start in range(0, len(logits), 128):  # in pieces: a vocabulary is wide
         full, own = against.logits[start : start + 128].float(), logits[start : start + 128].float()
         kl.append(F.kl_div(own.log_softmax(-1), full.log_softmax(-1), reduction="none", log_target=True).sum(-1))
         agree.append(full.argmax(-1) == own.argmax(-1))
     loss = _loss(logits, against.ids, against.prefill)
-    return Quality(loss, against.loss, torch.cat(kl).clamp(min=0), torch.cat(agree), against.prefill, memory)
+    return loss, against.loss, torch.cat(kl).clamp(min=0), torch.cat(agree)
 
 
-def _read(
-    lab: Lab, ids: Tensor, strategy: Strategy, prefill: int, step: int, progress: Progress | None, stage: str
-) -> tuple[Tensor, Memory]:
+def read(
+    lab: Lab,
+    ids: Tensor,
+    cache: Cache,
+    prefill: int,
+    step: int,
+    *,
+    chunk: int = 0,
+    progress: Progress | None = None,
+    stage: str = "scoring",
+) -> Tensor:
+    """Read ``ids`` ``[1, n]`` through any cache, ``prefill`` tokens and then ``step`` at a time -> the logits that predict the tokens from ``prefill`` on.
+
+    Raises ``ValueError`` unless ``1 <= prefill < n``, ``step >= 1`` and the model has room for ``n`` tokens.
+    """
     n = ids.shape[1]
     if not 1 <= prefill < n:
         raise ValueError(f"prefill={prefill} is out of range (allowed: 1 to {n - 1}, one less than the text's tokens)")
@@ -102,14 +121,13 @@ def _read(
         raise ValueError(f"step={step} is out of range (allowed: 1 or more tokens)")
     if n > lab.context:
         raise ValueError(f"the text has {n} tokens, more than the model's context (allowed: up to {lab.context} tokens)")
-    cache = KVCache(lab.model, strategy)
-    rows = [lab.prefill(ids[:, :prefill], cache, strategy.chunk, progress)[0, -1:].float()]
+    rows = [lab.prefill(ids[:, :prefill], cache, chunk, progress)[0, -1:].float()]
     for start in range(prefill, n, step):
         if progress:
             progress(stage, start, n)
         rows.append(forward(lab.model, ids[:, start : start + step], cache)[0].float())
     # the last token is read, so that bytes are those of the whole text, but it predicts nothing that could be scored
-    return torch.cat(rows)[:-1].clone(), cache.memory()
+    return torch.cat(rows)[:-1].clone()
 
 
 def _loss(logits: Tensor, ids: Tensor, prefill: int) -> Tensor:

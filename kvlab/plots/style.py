@@ -28,6 +28,8 @@ PARTS = {
     "codes": STORE,
     "scales": "#F8DDA0",
     "residual": "#B37B00",
+    "coefficients": STORE,
+    "basis": "#D9A441",
     "tables": "#8A6D3B",
     "columns": "#C9B99A",
     "evidence": KEEP,

@@ -63,7 +63,7 @@ class LowRank(Store):
     )
     residual: int = param(0, low=0, high=4096, step=32, unit="tokens", help="The newest tokens that stay plain, at least.")
     sinks_exact: int = param(
-        0, low=0, high=64, step=1, unit="tokens", title="exact sinks", help="How many of the first tokens stay plain for good."
+        4, low=0, high=64, step=1, unit="tokens", title="exact sinks", help="How many of the first tokens stay plain for good."
     )
 
     @property

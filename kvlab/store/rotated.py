@@ -121,29 +121,39 @@ class Rotated(Store):
         return replace(shape, kv_heads=shape.kv_heads // n, key_dim=shape.key_dim * n, value_dim=shape.value_dim * n)
 
 
+@functools.cache
+def blocks(dim: int, size: int, kind: str, device: torch.device) -> Tensor:
+    """``[dim, dim]``: a rotation for each ``size`` channels. One for all layers and caches, so no cache counts it as its own."""
+    return torch.block_diag(*[rotation(size, kind, seed) for seed in range(dim // size)]).to(device)
+
+
 class Turn:
-    """The orthogonal matrix of keys or of values, with the order of channels that the first tokens give."""
+    """The rotation of keys or of values, with the order of channels that the first tokens give."""
 
     def __init__(self, settings: Rotated, dim: int, device: torch.device) -> None:
         size = settings.block or dim
-        self.base = torch.block_diag(*[rotation(size, settings.kind, seed) for seed in range(dim // size)]).to(device)
-        self.blocks, self.reorder = dim // size, settings.reorder
+        self.which = (dim, size, settings.kind, device)
+        self.count, self.reorder = dim // size, settings.reorder
         self.order = Buffer("tables", shared=True)  # int32 [1, 1, dim, 1]; nothing unless reorder
-        self._matrix: Tensor | None = None if settings.reorder else self.base
 
     def look(self, x: Tensor) -> None:
         """Choose the order from the first tokens ``[B, H, n, dim]``: the largest channels go to different blocks."""
         if self.reorder and not len(self.order):
             rank = x.float().abs().mean((0, 1, 2)).argsort(descending=True)
-            self.order.set(torch.cat([rank[block :: self.blocks] for block in range(self.blocks)]).int().view(1, 1, -1, 1))
+            self.order.set(torch.cat([rank[block :: self.count] for block in range(self.count)]).int().view(1, 1, -1, 1))
 
-    @property
-    def matrix(self) -> Tensor:
-        """float32 ``[dim, dim]``: ``x @ matrix`` is what is written."""
-        if self._matrix is None:
-            self._matrix = torch.empty_like(self.base)
-            self._matrix[self.order.view().flatten().long()] = self.base
-        return self._matrix
+    def there(self, x: Tensor) -> Tensor:
+        """``x`` ``[..., dim]`` rotated, float32."""
+        x = x.float()
+        return (x[..., self._order()] if self.reorder else x) @ blocks(*self.which)
+
+    def back(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`there`."""
+        x = x.float() @ blocks(*self.which).T
+        return x[..., self._order().argsort()] if self.reorder else x
+
+    def _order(self) -> Tensor:
+        return self.order.view().flatten().long()
 
 
 class RotatedState(Around):
@@ -164,7 +174,7 @@ class RotatedState(Around):
     def write(self, number: int, x: Tensor) -> Tensor:
         # [B, H / heads, n, heads * D]
         turn, x = self.turns[number], _join(x, self.settings.heads)
-        return x if turn is None else (x.float() @ turn.matrix).to(x.dtype)
+        return x if turn is None else turn.there(x).to(x.dtype)
 
     def form(self, number: int) -> str:
         return "" if self.turns[number] is None else "once rotated"
@@ -172,7 +182,7 @@ class RotatedState(Around):
     def read(self, number: int, x: Tensor) -> Tensor:
         """The inverse of :meth:`write`."""
         turn = self.turns[number]
-        return _part(x if turn is None else (x.float() @ turn.matrix.T).to(x.dtype), self.settings.heads)
+        return _part(x if turn is None else turn.back(x).to(x.dtype), self.settings.heads)
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         for turn, x in zip(self.turns, (keys, values), strict=True):
@@ -182,7 +192,7 @@ class RotatedState(Around):
 
     def score(self, query: Tensor, start: int, stop: int) -> Tensor:
         turn, turned = self.turns[0], _spread(query.float(), self.settings.heads)
-        turned = turned if turn is None else turned @ turn.matrix
+        turned = turned if turn is None else turn.there(turned)
         return self.inner.score(turned, start, stop).reshape(*query.shape[:3], stop - start)
 
     def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
@@ -190,7 +200,7 @@ class RotatedState(Around):
         heads = self.settings.heads
         mixed = self.inner.mix(weights.reshape(b, h // heads, heads * m, n), start, stop)
         turn = self.turns[1]
-        mixed = mixed if turn is None else mixed.float() @ turn.matrix.T
+        mixed = mixed if turn is None else turn.back(mixed)
         return _own(mixed, heads)
 
     def key_rows(self, start: int, stop: int) -> Tensor:

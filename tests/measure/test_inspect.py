@@ -8,10 +8,8 @@ from transformers import DynamicCache
 import kvlab
 from kvlab import store
 from kvlab.cache import forward
-from kvlab.lab import Lab
 from kvlab.measure import inspect
 from kvlab.measure.inspect import Recorded
-from tests.panels.conftest import Characters
 
 
 def recorded(keys: torch.Tensor, values: torch.Tensor | None = None, layers: int = 1) -> Recorded:
@@ -19,11 +17,6 @@ def recorded(keys: torch.Tensor, values: torch.Tensor | None = None, layers: int
     values = keys if values is None else values
     words = tuple(f"w{number}" for number in range(keys.shape[1]))
     return Recorded(words, ((keys[None], values[None]),) * layers, (0,) * layers, (None,) * layers)
-
-
-@pytest.fixture
-def tiny_lab(llama) -> Lab:
-    return Lab("tiny", llama, Characters())
 
 
 @pytest.fixture
