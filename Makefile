@@ -21,7 +21,7 @@ CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help lab test lint unit oldest kernels-test notebooks-test browser notebooks gpu nightly clean
+.PHONY: help lab test lint unit oldest kernels-test course notebooks gpu nightly clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -36,8 +36,7 @@ test: $(VENV)/.test
 	@$(MAKE) --no-print-directory unit
 	@$(MAKE) --no-print-directory oldest
 	@$(MAKE) --no-print-directory kernels-test
-	@$(MAKE) --no-print-directory notebooks-test
-	@$(MAKE) --no-print-directory browser
+	@$(MAKE) --no-print-directory course
 
 ## make lint       ruff and mypy
 lint: $(VENV)/.test
@@ -51,22 +50,20 @@ unit: $(VENV)/.test $(VENV)/.model
 
 # What touches transformers, with the oldest one that is supported; it lies beside the pinned one and is found first.
 oldest: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=40 $(PY) -m pytest -q -n 2 tests/test_cache.py tests/test_families.py tests/test_generate.py tests/test_parity.py
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=40 $(PY) -m pytest -q -n 2 -k 'not compiled' tests/test_cache.py tests/test_families.py tests/test_generate.py tests/test_parity.py
 
 # A process of their own: Triton reads at its first import whether to interpret.
 kernels-test: $(VENV)/.test
 	TRITON_INTERPRET=1 $(PY) -m pytest -q -n 2 tests/kernels
 
-# The cells of every notebook run; outputs are compared where a cell asks for it (tag nbval-check-output).
-notebooks-test: $(VENV)/.test
-	$(PY) -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks
-
-browser: $(VENV)/.test
+# The cells of every notebook run; outputs are compared where a cell asks for it (tag nbval-check-output). The browser's tests run beside them:
+# two files at a time with a thread each, since cells come one after the other and two torches' threads would fight over two cores.
+course: $(VENV)/.test
 ifeq ($(CHROMIUM),)
 	@echo "browser tests: SKIPPED, no Chromium found (sudo apt install chromium)"
-else
-	$(PY) -m pytest -q tests/browser
 endif
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
+	  $(if $(CHROMIUM),tests/browser) notebooks
 
 ## make notebooks  run every notebook and save it with pictures and without widget state
 notebooks: $(VENV)/.test

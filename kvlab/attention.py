@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvlab.cache import Layer
 
 NAME = "kvlab"
+MANY = cpu.MAX_ROWS + 1  # query rows that no compiled product takes
 SCORE_NUMBERS = 1 << 20  # float32 scores held at a time: 4 MB; longer prompts take their queries in smaller blocks
 
 
@@ -196,8 +197,8 @@ def attend(
 ) -> tuple[Tensor, Tensor | None, int]:
     """Attention of ``query`` ``[B, Hq, Q, D]`` over the layer's stored tokens and the new ones it holds.
 
-    Returns the output ``[B, Hq, Q, Dv]``, the mass each key received (float32 ``[B, Hk, stored + new]``, summed over queries and over
-    the query heads that share it) if the layer asks for it, and the bytes of scratch at the largest moment.
+    Returns the output ``[B, Hq, Q, Dv]``, what the layer's keep observed of each key (float32 ``[B, Hk, stored + new]``) if it wants to, and the
+    bytes of scratch at the largest moment.
     """
     store, new_keys, new_values = layer.store, layer.new_keys, layer.new_values
     assert new_keys is not None and new_values is not None
@@ -209,7 +210,7 @@ def attend(
         not stored
         and rule.causal
         and rule.padding is None
-        and not layer.wants_mass
+        and not layer.observes
         and watch is None
         and softcap is None
         and sinks is None
@@ -217,13 +218,13 @@ def attend(
         out = F.scaled_dot_product_attention(query, new_keys, new_values, is_causal=q_len > 1, scale=scale, enable_gqa=group > 1)
         return out, None, 0
 
-    if stored and fused(query) and not layer.wants_mass and watch is None:
+    if stored and fused(query) and not layer.observes and watch is None:
         layout = store.layout()
         if layout is not None and triton_reads(layout):
             return _decode(layer, layout, query, rule, scale, softcap, sinks), None, 0
 
     total = stored + new
-    mass = torch.zeros((b, hk, total), dtype=torch.float32, device=query.device) if layer.wants_mass else None
+    evidence = torch.zeros((b, hk, total), dtype=torch.float32, device=query.device) if layer.observes else None
     out = query.new_empty((b, hq, q_len, new_values.shape[3]))
     rows = max(1, min(q_len, SCORE_NUMBERS // max(1, b * hq * total)))
     grouped = query.reshape(b, hk, group, q_len, d)
@@ -249,8 +250,8 @@ def attend(
         if rule.padding is not None:
             weights = weights.nan_to_num_(0.0)  # a padded query sees nothing
         scratch = max(scratch, 2 * scores.nbytes)
-        if mass is not None:
-            mass[..., : stored + fresh] += weights.sum((2, 3))
+        if evidence is not None:
+            evidence[..., : stored + fresh] += layer.keep.observe(weights, q_len - last)
         if watch is not None:
             watch.take(layer, weights, q_len, first, last)
         flat = weights.view(b, hk, group * (last - first), stored + fresh)
@@ -260,7 +261,7 @@ def attend(
         for start, stop in blocks:
             mixed += store.mix(flat[..., start:stop], start, stop)
         out[:, :, first:last] = mixed.view(b, hk, group, last - first, -1).reshape(b, hq, last - first, -1)
-    return out, mass, scratch
+    return out, evidence, scratch
 
 
 def fused(query: Tensor) -> bool:

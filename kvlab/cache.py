@@ -57,10 +57,10 @@ class Layer(CacheLayerMixin):
         self.evicted = False
         self.new_keys: Tensor | None = None
         self.new_values: Tensor | None = None
-        self.fresh_mass: Tensor | None = None  # what the new step gave each key, until the last reader is done
+        self.fresh_evidence: Tensor | None = None  # what the new step gave each key, until the last reader is done
         self.reads = 0
         self.waits = False  # steps may be taken back: nothing is written down or dropped before crop() confirms them
-        self.columns, self.mass = Buffer("columns", shared=True), Buffer("evidence")
+        self.columns, self.evidence = Buffer("columns", shared=True), Buffer("evidence")
         self.padding: Tensor | None = None
         self.is_initialized = False
         self.held_bytes = 0
@@ -143,11 +143,11 @@ class Layer(CacheLayerMixin):
             self.seen -= drop
             rows = len(self.store) - drop
             self.store.truncate(rows)
-            self.mass.truncate(rows)
+            self.evidence.truncate(rows)
             self.columns.truncate(rows)
             if self.padding is not None:
                 self.padding = self.padding[:, : self.seen]
-            limit = self.keep.limit()
+            limit = self.limit
             if self.may_roll_back and limit is not None and rows > limit:
                 self._select(limit)
             if self.waits:
@@ -177,8 +177,14 @@ class Layer(CacheLayerMixin):
     # attention's side
 
     @property
-    def wants_mass(self) -> bool:
-        return "mass" in self.keep.needs
+    def limit(self) -> int | None:
+        """Tokens a head may hold after each step."""
+        return self.keep.limit(self.number, len(self.cache.layers))
+
+    @property
+    def observes(self) -> bool:
+        """Whether the keep wants to see attention's weights."""
+        return "attention" in self.keep.needs
 
     @property
     def watch(self) -> attention.Watch | None:
@@ -199,14 +205,14 @@ class Layer(CacheLayerMixin):
                 f"layer {self.number} was read more often than the {self.readers} time(s) its config speaks of; use DynamicCache for this model"
             )
         self.padding = rule.padding
-        out, mass, scratch = attention.attend(self, query, rule, scale, softcap, sinks)
-        if mass is not None:
-            self.fresh_mass = mass if self.fresh_mass is None else self.fresh_mass + mass
+        out, evidence, scratch = attention.attend(self, query, rule, scale, softcap, sinks)
+        if evidence is not None:
+            self.fresh_evidence = evidence if self.fresh_evidence is None else self.fresh_evidence + evidence
         self.reads += 1
         if self.reads < self.readers:  # a later layer reads the same keys and values
             return out
         before, incoming = self.held_bytes, self.new_keys.nbytes + self.new_values.nbytes
-        self._commit(self.fresh_mass)
+        self._commit(self.fresh_evidence)
         self.cache.place.release(self.number)
         self.cache.note(self, before, incoming, scratch)
         return out
@@ -215,23 +221,23 @@ class Layer(CacheLayerMixin):
         """Forget the new tokens of a step that failed before they were written down."""
         if self.new_keys is not None:
             self.seen -= self.new_keys.shape[2]
-            self.new_keys = self.new_values = self.fresh_mass = None
+            self.new_keys = self.new_values = self.fresh_evidence = None
             self.reads = 0
 
-    def _commit(self, mass: Tensor | None) -> None:
+    def _commit(self, evidence: Tensor | None) -> None:
         keys, values = self.new_keys, self.new_values
         assert keys is not None and values is not None
-        self.new_keys = self.new_values = self.fresh_mass = None
+        self.new_keys = self.new_values = self.fresh_evidence = None
         self.reads = 0
         stored, new = len(self.store), keys.shape[2]
-        if mass is not None:
-            if len(self.mass):
-                mass[..., :stored] += self.mass.view()
-            self.mass.set(mass)
-        limit = None if self.may_roll_back else self.keep.limit()
+        if evidence is not None:
+            if len(self.evidence) and self.keep.carries:
+                evidence[..., :stored] += self.evidence.view()
+            self.evidence.set(evidence)
+        limit = None if self.may_roll_back else self.limit
         if limit is not None and not stored and new > limit:  # a prompt is judged before anything is copied
             columns = torch.arange(self.seen - new, self.seen, device=keys.device).view(1, 1, -1)
-            index = survivors(self._priority(columns), limit, [])
+            index = survivors(self._priority(columns, keys.float), limit - self.keep.slack, [])
             assert index is not None
             keys, values = _take(keys, index), _take(values, index)
             self._record(columns, index)
@@ -242,14 +248,14 @@ class Layer(CacheLayerMixin):
                 self.columns.append(fresh.expand(*self.columns.shape[:2], -1))
             self.store.append(keys, values)
             if limit is not None and stored + new > limit:
-                self._select(limit)
+                self._select(limit - self.keep.slack)
         if not self.waits:
             self.store.settle()
 
     def _select(self, limit: int) -> None:
         """Keep the ``limit`` most worthy of the rows in the store."""
         columns = self.columns_with(torch.empty(0, dtype=torch.int64, device=self.shape.device))
-        priority = self._priority(columns)
+        priority = self._priority(columns, self._keys)
         index = survivors(priority, limit, self.store.borders)
         if index is None:
             self.store.thaw()
@@ -260,11 +266,15 @@ class Layer(CacheLayerMixin):
 
     def _record(self, columns: Tensor, index: Tensor) -> None:
         self.columns.set(columns.expand(*index.shape[:2], -1).gather(2, index).int())
-        if len(self.mass):
-            self.mass.select(index)
+        if len(self.evidence):
+            self.evidence.select(index)
         self.evicted = True
 
-    def _priority(self, columns: Tensor) -> Tensor:
+    def _keys(self) -> Tensor:
+        """The keys of all rows in the store, float32 ``[B, H, n, D]``."""
+        return torch.cat([self.store.key_rows(start, stop) for start, stop in self.store.blocks(attention.MANY)], 2)
+
+    def _priority(self, columns: Tensor, keys: Callable[[], Tensor]) -> Tensor:
         if self.padding is None:
             positions = columns
         else:
@@ -272,7 +282,7 @@ class Layer(CacheLayerMixin):
             at = columns.expand(self.padding.shape[0], -1, -1)
             real = attention._gather_padding(self.padding, columns)
             positions = count.unsqueeze(1).expand(-1, at.shape[1], -1).gather(2, at).masked_fill(~real, -1)
-        held = Held(columns, positions, self.seen, self.mass.view() if len(self.mass) else None)
+        held = Held(columns, positions, self.seen, self.evidence.view() if len(self.evidence) else None, keys)
         priority = self.keep.priority(held)
         return priority.masked_fill(positions < 0, -PROTECTED)
 
@@ -280,7 +290,7 @@ class Layer(CacheLayerMixin):
 
     def buffers(self) -> list[Buffer]:
         """Everything that holds bytes between two steps."""
-        return [*self.store.buffers(), self.columns, self.mass] if self.is_initialized else []
+        return [*self.store.buffers(), self.columns, self.evidence] if self.is_initialized else []
 
     def at_hand(self) -> _AtHand:
         """``with layer.at_hand():`` has the layer's bytes on the compute device."""

@@ -226,22 +226,20 @@ def read_strategy(text: str) -> "Strategy":
 
     Raises ``ValueError`` for anything but calls of the three axes' methods with constants.
     """
-    from kvlab.strategy import AXES, Strategy, from_dict
+    from kvlab.strategy import AXES, Strategy, from_dict, methods
 
     def value(node: ast.expr) -> Any:
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
             return -node.operand.value  # type: ignore[operator]
-        if (
-            isinstance(node, ast.Call)
-            and not node.args
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-        ):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
             axis = node.func.value.id
-            if axis in AXES:
-                settings = {key.arg: value(key.value) for key in node.keywords if key.arg}
+            known = methods(axis).get(node.func.attr) if axis in AXES else None
+            names = list(known.settings()) if known else []
+            if axis in AXES and len(node.args) <= len(names):
+                settings = dict(zip(names, map(value, node.args), strict=False))
+                settings |= {key.arg: value(key.value) for key in node.keywords if key.arg}
                 return from_dict(
                     axis,
                     {"method": node.func.attr, **{k: v.to_dict() if hasattr(v, "to_dict") else v for k, v in settings.items()}},

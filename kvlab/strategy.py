@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 AXES = ("keep", "store", "place")
-#: What the cache itself offers: the attention each key received, and how the model's layers turn their keys by position.
-CACHE = frozenset({"mass", "rope"})
+#: What the cache itself offers: attention's weights, the keys it holds, and how the model's layers turn their keys by position.
+CACHE = frozenset({"attention", "keys", "rope"})
 #: axis -> class name -> class, in the order of definition.
 registry: dict[str, dict[str, type[Method]]] = {axis: {} for axis in AXES}
 
@@ -131,6 +131,9 @@ class Method:
             full = {name: value.covering(tokens) for name, value in inner.items()}
             return None if None in full.values() else dataclasses.replace(self, **full)  # type: ignore[type-var]
         return self if self.lossless else None
+
+    def __str__(self) -> str:
+        return self.to_code().partition(".")[2]
 
     def to_dict(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.settings()}
@@ -252,11 +255,7 @@ class Strategy:
         return f"kvlab.Strategy({', '.join(parts)})"
 
     def __str__(self) -> str:
-        names = [
-            getattr(self, axis).to_code().split(".", 1)[1]
-            for axis in AXES
-            if getattr(self, axis) != methods(axis)[DEFAULTS[axis]]()
-        ]
+        names = [str(getattr(self, axis)) for axis in AXES if getattr(self, axis) != methods(axis)[DEFAULTS[axis]]()]
         if self.chunk:
             names.append(f"chunk={self.chunk}")
         return " + ".join(names) or "full cache"

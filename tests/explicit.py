@@ -18,6 +18,7 @@ from kvlab.attention import detach
 
 Allowed = Callable[[int, Tensor, Tensor], Tensor]
 _now: list[Allowed | None] = [None]
+keys: dict[int, Tensor] = {}  # of the layer that is asked about: float64 [B, Hk, n, D]
 
 
 def _attention(
@@ -32,6 +33,7 @@ def _attention(
     see = torch.ones(n, n, dtype=torch.bool, device=query.device).tril() if mask is None else mask
     see = see.expand(b, hq, n, n)
     narrow = _now[0]
+    keys[module.layer_idx] = key.double()
     if narrow is not None:
         see = see & narrow(module.layer_idx, scores.masked_fill(~see, float("-inf")), see)
     weights = _softmax(scores.masked_fill(~see, float("-inf")), options.get("s_aux"))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from kvlab.keep.base import Held, Keep
+from kvlab.keep.base import Budgeted, budget, recent, sinks
 from kvlab.strategy import param
 
 
 @dataclass(frozen=True)
-class HeavyHitter(Keep):
+class HeavyHitter(Budgeted):
     """``budget`` tokens per layer and KV head: the first ``sinks``, the newest ``recent``, and those with the largest attention mass.
 
     The mass of a key is the softmax weight it received, summed over all queries so far and over the query heads that share it.
@@ -20,23 +18,12 @@ class HeavyHitter(Keep):
 
     title = "heavy hitters"
     paper = "H2O, arXiv 2306.14048"
-    needs = frozenset({"mass", "evict"})
 
-    budget: int = param(
-        256, low=1, high=8192, step=16, unit="tokens", covers=True, help="Tokens a head may hold, the protected ones included."
-    )
-    recent: int = param(64, low=0, high=8192, step=16, unit="tokens", help="How many of the newest tokens are always kept.")
-    sinks: int = param(4, low=0, high=64, step=1, unit="tokens", help="How many of the first tokens are always kept.")
+    budget: int = budget()
+    recent: int = recent()
+    sinks: int = sinks()
+    every: int = param(1, low=1, high=512, step=1, unit="tokens", help="Evict only every so many tokens, and then as many.")
 
-    def check(self) -> None:
-        if self.budget < self.recent + self.sinks:
-            raise ValueError(
-                f"HeavyHitter: budget={self.budget} is below recent + sinks = {self.recent + self.sinks} (allowed: {self.recent + self.sinks} or more)"
-            )
-
-    def limit(self) -> int:
-        return self.budget
-
-    def priority(self, held: Held) -> Tensor:
-        assert held.mass is not None
-        return held.protect(held.mass, self.sinks, self.recent)
+    @property
+    def slack(self) -> int:
+        return self.every - 1

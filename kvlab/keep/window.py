@@ -25,7 +25,11 @@ class Window(Keep):
         4, low=0, high=64, step=1, unit="tokens", help="How many of the first tokens stay. Without them a window falls apart."
     )
 
-    def limit(self) -> int:
+    def limit(self, layer: int = 0, layers: int = 1) -> int:
+        return self.size + self.sinks
+
+    @property
+    def protected(self) -> int:
         return self.size + self.sinks
 
     def priority(self, held: Held) -> Tensor:

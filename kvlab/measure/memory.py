@@ -33,16 +33,15 @@ def predict(geometry: Geometry, strategy: Strategy, tokens: int, *, batch: int =
             continue
         # a layer with a window of its own keeps what its attention can still see, whatever the strategy
         keep = strategy.keep if layer.window is None else Visible(size=max(1, layer.window - 1))
-        limit = keep.limit()
+        limit = keep.limit(number, len(geometry.layers))
         rows = tokens if limit is None else min(tokens, limit)
         shape = LayerShape(
             number, len(geometry.layers), batch, layer.kv_heads, layer.key_dim, layer.value_dim, dtype, torch.device("cpu")
         )
         parts = strategy.store.predict(rows, shape, evicting=rows < tokens)
         if limit is not None and tokens > limit:
-            shared = "mass" not in keep.needs  # every head holds the same tokens
-            parts["columns"] = rows * 4 * (1 if shared else batch * layer.kv_heads)
-        if "mass" in keep.needs:
+            parts["columns"] = rows * 4 * {"never": 1, "row": batch, "head": batch * layer.kv_heads}[keep.differs]
+        if "attention" in keep.needs:
             parts["evidence"] = rows * 4 * batch * layer.kv_heads
         for part, size in parts.items():
             out[part] = out.get(part, 0.0) + size

@@ -1,0 +1,240 @@
+"""Each keep against its definition: a query at a time, lists and float64, what each head may see said by a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvlab import KVCache, Strategy, keep, place, store
+from kvlab.cache import forward
+from kvlab.keep.base import Budgeted, Held, Keep
+from kvlab.strategy import methods
+from tests import explicit as reference
+from tests import zoo
+from tests.conftest import make_llama
+from tests.reference import ours
+
+BUDGET, RECENT, SINKS = 12, 4, 2
+TOKENS = 40
+
+
+@dataclass
+class Heads:
+    """One layer of one row, as the definitions see it. ``weights[h]``: the newest query's, of KV head h: ``[G, held]`` in the order of ``held[h]``."""
+
+    layer: int
+    held: list[list[int]]
+    weights: list[Tensor] = field(default_factory=list)
+    said: list[Tensor] = field(default_factory=list)  # what was said of each token so far, float64 [n]
+
+    def keys(self, head: int) -> Tensor:
+        return reference.keys[self.layer][0, head, self.held[head]]
+
+
+Judge = Callable[[Heads, int], list[dict[int, float]]]  # after a query: for each head, what each held token is worth
+
+
+def definition(judge: Judge, limit: Callable[[int], int], recent: int = RECENT, sinks: int = SINKS, slack: int = 0):
+    layers: dict[int, Heads] = {}
+
+    def rule(layer: int, scores: Tensor, see: Tensor) -> Tensor:
+        hq, n, hk = scores.shape[1], scores.shape[2], reference.keys[layer].shape[1]
+        group = hq // hk
+        state = layers[layer] = Heads(
+            layer, [[] for _ in range(hk)], said=[torch.zeros(n, dtype=torch.float64) for _ in range(hk)]
+        )
+        out = torch.zeros_like(see)
+        for i in range(n):
+            state.weights = []
+            for head in range(hk):
+                state.held[head].append(i)
+                rows = slice(head * group, (head + 1) * group)
+                out[0, rows, i, state.held[head]] = True
+                state.weights.append(scores[0, rows, i, state.held[head]].softmax(-1))
+            worth = judge(state, i)
+            for head in range(hk):
+                if len(state.held[head]) > limit(layer):
+                    while len(state.held[head]) > limit(layer) - slack:
+                        free = [j for j in state.held[head] if j >= sinks and j < i + 1 - recent]
+                        state.held[head].remove(min(free, key=lambda j: (worth[head][j], j)))
+        return out
+
+    return rule
+
+
+def mass(state: Heads, i: int) -> list[dict[int, float]]:
+    for head, weights in enumerate(state.weights):
+        state.said[head][state.held[head]] += weights.sum(0)
+    return [{j: float(said[j]) for j in held} for said, held in zip(state.said, state.held, strict=True)]
+
+
+def tova(state: Heads, i: int) -> list[dict[int, float]]:
+    mean = torch.stack(state.weights).mean((0, 1))  # all heads hold the same tokens
+    return [dict(zip(held, mean.tolist(), strict=True)) for held in state.held]
+
+
+def snapkv(state: Heads, i: int) -> list[dict[int, float]]:
+    out = []
+    for summed, held in zip(mass(state, i), state.held, strict=True):
+        near = [held[max(0, at - 2) : at + 3] for at in range(len(held))]
+        out.append({j: max(summed[k] for k in around) for j, around in zip(held, near, strict=True)})
+    return out
+
+
+def scissorhands(state: Heads, i: int) -> list[dict[int, float]]:
+    for head, weights in enumerate(state.weights):
+        state.said[head][state.held[head]] += (weights > 1 / weights.shape[1]).sum(0).double()
+    return [{j: float(said[j]) for j in held} for said, held in zip(state.said, state.held, strict=True)]
+
+
+def keynorm(state: Heads, i: int) -> list[dict[int, float]]:
+    return [dict(zip(held, (-state.keys(h).norm(dim=-1)).tolist(), strict=True)) for h, held in enumerate(state.held)]
+
+
+def keydiff(state: Heads, i: int) -> list[dict[int, float]]:
+    out = []
+    for head, held in enumerate(state.held):
+        keys = state.keys(head)
+        keys = keys / keys.norm(dim=-1, keepdim=True)
+        mean = keys.mean(0)
+        out.append(dict(zip(held, (-(keys @ mean) / mean.norm()).tolist(), strict=True)))
+    return out
+
+
+def flat(_: int) -> int:
+    return BUDGET
+
+
+COMMON = dict(budget=BUDGET, recent=RECENT, sinks=SINKS)
+CASES: list[tuple[Keep, Callable]] = [
+    (keep.HeavyHitter(**COMMON), lambda: definition(mass, flat)),
+    (keep.HeavyHitter(**COMMON, every=5), lambda: definition(mass, flat, slack=4)),
+    (keep.TOVA(**COMMON), lambda: definition(tova, flat)),
+    (keep.TOVA(budget=BUDGET), lambda: definition(tova, flat, 0, 0)),
+    (keep.SnapKV(**COMMON, pool=5), lambda: definition(snapkv, flat)),
+    (keep.Scissorhands(**COMMON), lambda: definition(scissorhands, flat)),
+    (keep.KeyNorm(**COMMON), lambda: definition(keynorm, flat)),
+    (keep.KeyDiff(**COMMON), lambda: definition(keydiff, flat)),
+    # 6 beside the protected, beta 3: the last layer has 2 of them, the first 10, the one between 6
+    (keep.PyramidKV(keep.HeavyHitter(**COMMON), beta=3), lambda: definition(mass, lambda layer: 6 + (10, 6, 2)[layer])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", [place.Resident(), place.Offload()], ids=str)
+@pytest.mark.parametrize(("method", "rule"), CASES, ids=lambda x: str(x) if isinstance(x, Keep) else "")
+def test_each_equals_its_definition_token_by_token(method, rule, where):
+    model = zoo.model("llama")
+    ids = torch.randint(3, 97, (1, TOKENS), generator=torch.Generator().manual_seed(2))
+    got, _ = ours(model, Strategy(keep=method, place=where), ids, list(range(1, TOKENS + 1)))
+    want = reference.explicit(model, ids, rule())
+    assert (got - want).abs().max() < 1e-5
+
+
+def test_a_prompt_is_judged_by_its_last_queries():
+    """SnapKV on a prompt in one piece: top tokens by the last 4 queries' weights, smoothed over 5 neighbours, straight from the definition."""
+    model, seen = zoo.model("llama"), {}
+    ids = torch.randint(3, 97, (1, TOKENS), generator=torch.Generator().manual_seed(3))
+
+    def look(layer, scores, see):
+        seen[layer] = reference.weights_of(scores)[0].view(2, 2, TOKENS, TOKENS)
+        return see
+
+    reference.explicit(model, ids, look)
+    _, cache = ours(model, Strategy(keep=keep.SnapKV(budget=12, recent=4, sinks=2, pool=5)), ids, [TOKENS])
+    _, counted = ours(model, Strategy(keep=keep.Scissorhands(budget=12, recent=4, sinks=2, history=9)), ids, [TOKENS])
+    for layer in range(3):
+        for head in range(2):
+            weights = seen[layer][head]
+            summed = weights[:, -4:].sum((0, 1))
+            smooth = torch.stack([summed[max(0, j - 2) : j + 3].max() for j in range(TOKENS)])
+            counts = sum((weights[:, i] * (i + 1) > 1).sum(0) for i in range(TOKENS - 9, TOKENS))
+            for one, worth in ((cache, smooth), (counted, counts)):
+                best = sorted(range(2, TOKENS - 4), key=lambda j: (float(worth[j]), j))[-6:]
+                assert one.layers[layer].dense()[2][0, head].tolist() == [0, 1, *sorted(best), *range(TOKENS - 4, TOKENS)]
+
+
+def test_a_pyramid_keeps_the_average():
+    for layers in (2, 3, 30, 31):
+        method = keep.PyramidKV(keep.HeavyHitter(budget=256, recent=32, sinks=4), beta=20)
+        limits = [method.limit(layer, layers) for layer in range(layers)]
+        assert abs(sum(limits) - 256 * layers) <= layers and limits == sorted(limits, reverse=True)
+        assert limits[-1] == 36 + 11 and limits[0] == 36 + 429  # 220 / 20 and 2 x 220 - 11
+    assert [keep.PyramidKV(beta=1).limit(layer, 4) for layer in range(4)] == [256] * 4
+    with pytest.raises(ValueError, match="Window has no budget to spread"):
+        keep.PyramidKV(keep.Window())
+
+
+def test_chance_is_fair_and_repeats():
+    columns = torch.arange(4096).view(1, 1, -1)
+    worth = [keep.Random(seed=seed).worth(Held(columns, columns, 4096)) for seed in (0, 0, 1)]
+    assert torch.equal(worth[0], worth[1]) and not torch.equal(worth[0], worth[2])
+    best = worth[0][0, 0].topk(1024).indices
+    for quarter in range(4):  # each quarter of the text keeps about its share: 256, give or take four standard deviations
+        assert abs(int((best // 1024 == quarter).sum()) - 256) < 4 * (1024 * 0.25 * 0.75 * 0.75) ** 0.5
+    assert len(worth[0].unique()) > 4000
+
+
+EVICTING = [cls for cls in methods("keep").values() if "evict" in cls().needs]
+
+
+def small(cls: type[Keep], tokens: int = 16) -> Keep:
+    if cls is keep.Window:
+        return cls(size=tokens - 2, sinks=2)
+    if cls is keep.PyramidKV:
+        return cls(keep.SnapKV(budget=tokens, recent=3), beta=2)
+    return cls(budget=tokens, recent=3, sinks=2)
+
+
+@pytest.mark.parametrize("cls", EVICTING)
+@pytest.mark.parametrize("chunk", [1, 7, 60])
+def test_the_budget_holds_and_positions_stay_sorted(cls, chunk):
+    model = make_llama()
+    ids = torch.randint(3, 97, (2, 60), generator=torch.Generator().manual_seed(0))
+    padding = (torch.arange(60) >= torch.tensor([0, 9])[:, None]).long()
+    cache = KVCache(model, Strategy(keep=small(cls)))
+    for start in range(0, 60, chunk):
+        forward(model, ids[:, start : start + chunk], cache, padding[:, : start + chunk])
+        for number, layer in enumerate(cache.layers):
+            columns = layer.dense()[2]
+            assert len(layer.store) <= small(cls).limit(number, 3) and (columns.diff(dim=2) > 0).all()
+    assert sum(len(layer.store) for layer in cache.layers) >= 3 * 16 - 3
+
+
+@pytest.mark.parametrize("cls", EVICTING)
+def test_a_later_token_changes_nothing_before_it(cls):
+    """Two texts that differ in their last token: what was held before it is the same."""
+    model = make_llama()
+    ids = torch.randint(3, 97, (1, 41), generator=torch.Generator().manual_seed(1))
+    other = ids.clone()
+    other[0, 40] = (other[0, 40] - 2) % 90 + 3
+    logits = []
+    for text in (ids, other):
+        cache = KVCache(model, Strategy(keep=small(cls)))
+        logits.append([forward(model, text[:, a:b], cache) for a, b in ((0, 20), (20, 40), (40, 41))])
+    assert all(torch.equal(a, b) for a, b in zip(logits[0][:2], logits[1][:2], strict=True))
+    assert not torch.equal(logits[0][2], logits[1][2])
+
+
+@pytest.mark.parametrize("cls", [cls for cls in EVICTING if issubclass(cls, Budgeted)])
+@pytest.mark.parametrize("length", [1, 2])
+def test_short_prompts_and_tight_budgets(cls, length):
+    model = make_llama()
+    cache = KVCache(model, Strategy(keep=cls(budget=5, recent=3, sinks=2), store=store.Int(bits=8, group_size=8)))
+    for start in range(0, 12, length):
+        forward(model, torch.full((1, length), 5 + start), cache)
+    assert [len(layer.store) for layer in cache.layers] == [5] * 3
+    with pytest.raises(ValueError, match=r"budget=4 is below recent \+ sinks = 5"):
+        cls(budget=4, recent=3, sinks=2)
+
+
+def test_bad_settings():
+    with pytest.raises(ValueError, match="pool=4 is even"):
+        keep.SnapKV(pool=4)
+    with pytest.raises(ValueError, match="recent=0 observes nothing"):
+        keep.SnapKV(recent=0)
+    with pytest.raises(ValueError, match=r"budget=10 is below recent \+ sinks \+ every - 1 = 12"):
+        keep.HeavyHitter(budget=10, recent=4, sinks=4, every=5)
