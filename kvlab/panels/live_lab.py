@@ -11,7 +11,6 @@ import html
 import os
 import time
 import traceback
-import weakref
 from typing import Any
 
 import ipywidgets as widgets
@@ -24,7 +23,7 @@ from kvlab.measure.session import Ran, Request, Row, Scores, Session
 from kvlab.measure.tasks import Needle
 from kvlab.models import SMOLLM2
 from kvlab.panels.picture import sheet
-from kvlab.panels.runner import Runner, Ticket
+from kvlab.panels.runner import Runner, Ticket, load_model
 from kvlab.panels.theme import CSS
 from kvlab.panels.views import AttentionCard, Card, MemoryCard, QualityCard, SaysCard, TableCard
 from kvlab.panels.widgets import StrategyControls
@@ -35,9 +34,6 @@ START = Strategy(keep=HeavyHitter(budget=256, recent=64, sinks=4), store=Int(bit
 NAMES = {"reference": "reference text", "story": "a story's beginning", "question": "a question on the text"}
 OWN, OTHER = "own text", "another …"
 NEW_TOKENS = 24
-
-
-_open: weakref.WeakValueDictionary[str, lab.Lab] = weakref.WeakValueDictionary()  # panels share what they have loaded
 
 
 class LiveLab(widgets.VBox):
@@ -230,7 +226,7 @@ class LiveLab(widgets.VBox):
             ticket.show(self._progress, "loading the model", 0.0)
             session = self._known.get(name)
             if session is None:
-                session = Session(_load(name))
+                session = Session(load_model(name))
                 self._known = dict([*self._known.items(), (name, session)][-2:])
             ticket.show(self._meet, session)
         tokens = session.tokens(prompt)
@@ -467,13 +463,6 @@ class LiveLab(widgets.VBox):
             bundle["image/png"] = base64.b64encode(sheet([left, right])).decode()
             bundle["text/plain"] = repr(self)
         return bundle
-
-
-def _load(name: str) -> lab.Lab:
-    found = _open.get(name)
-    if found is None:
-        found = _open[name] = lab.load(name, progress=False)
-    return found
 
 
 def _visible(box: widgets.Widget, shown: bool) -> None:

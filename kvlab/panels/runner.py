@@ -7,13 +7,25 @@ running task down at its next step. What a task shows passes through its ticket,
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+from kvlab import lab
 from kvlab.errors import Cancelled
 
 WORK = threading.Lock()
 """Held while a task runs: two at once would share the processor and spoil each other's times."""
+
+_open: weakref.WeakValueDictionary[str, lab.Lab] = weakref.WeakValueDictionary()
+
+
+def load_model(name: str) -> lab.Lab:
+    """`lab.load`, for use in a task; panels share what they have loaded."""
+    found = _open.get(name)
+    if found is None:
+        found = _open[name] = lab.load(name, progress=False)
+    return found
 
 
 class Ticket:

@@ -6,12 +6,16 @@ The layout follows the room that the panel has, not the window: side bars of Jup
 from kvlab.plots import style
 
 _DARK = 'body[data-jp-theme-light="false"] .kvlab'
+_ARROW = (  # light, for the dark theme: ipywidgets has a black one only
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E"
+    "%3Cpath fill='%23bbb' d='M5.2 5.9L9 9.7l3.8-3.8 1.2 1.2-5 5-5-5z'/%3E%3C/svg%3E"
+)
 
 CSS = f"""<style>
 .kvlab {{ --ink: var(--jp-ui-font-color1, #222); --faint: var(--jp-ui-font-color2, #666); --line: var(--jp-border-color2, #ddd);
   --paper: var(--jp-layout-color1, #fff); --wash: var(--jp-layout-color2, #f5f5f5); --danger: #b34700;
   display: block; width: 100%; overflow: visible; color: var(--ink); font-size: 13px; container-type: inline-size; }}
-{_DARK} {{ --danger: #ff9a5c; }}
+{_DARK} {{ --danger: #ff9a5c; --jp-widgets-dropdown-arrow: url("{_ARROW}"); }}
 .kvlab .widget-html-content {{ line-height: 1.4; overflow: visible; min-width: 0; max-width: 100%; }}
 .kvlab .widget-html {{ height: auto; margin: 0; }}
 .kvlab-bar {{ display: flex; flex-flow: row wrap; gap: 4px 10px; align-items: center; padding: 4px 0 8px; overflow: visible; }}
@@ -59,6 +63,7 @@ CSS = f"""<style>
 .kvlab-setting.widget-slider .slider-container {{ margin-left: 8px; }}
 .kvlab-setting .widget-readout {{ min-width: 44px; text-align: right; }}
 .kvlab-setting .jupyter-button {{ padding: 0 10px; min-width: 40px; }}
+.kvlab-setting.widget-dropdown > select {{ height: 26px; }}
 .kvlab-setting.widget-text input {{ width: 100%; }}
 .kvlab-nested {{ border-left: 3px solid var(--line); padding-left: 7px; margin: 6px 0; overflow: visible; }}
 .kvlab-row {{ display: flex; flex-flow: row wrap; gap: 4px 10px; align-items: center; overflow: visible; }}
@@ -88,7 +93,10 @@ CSS = f"""<style>
 {_DARK} .js-plotly-plot .annotation-text {{ filter: brightness(1.5); }}
 {_DARK} .js-plotly-plot .annotation .bg {{ fill: var(--paper) !important; }}
 {_DARK} .js-plotly-plot .gridlayer path {{ stroke: #454545 !important; }}
+{_DARK} .js-plotly-plot .zerolinelayer path {{ stroke: #777 !important; }}
 {_DARK} .js-plotly-plot path[style*="stroke: rgb(34, 34, 34)"] {{ stroke: #e0e0e0 !important; }}
+{_DARK} .js-plotly-plot .subplot:has(.barlayer .point) path.js-line[style*="stroke: rgb(34, 34, 34)"] {{ mix-blend-mode: difference; }}
+{_DARK} .js-plotly-plot .points path[style*="stroke: rgb(255, 255, 255)"] {{ stroke: var(--paper) !important; }}
 {_DARK} .js-plotly-plot path[style*="fill: rgb(34, 34, 34)"] {{ fill: #e0e0e0 !important; }}
 {_DARK} .kvlab-legend i[style*="background:{style.INK}"] {{ background: #e0e0e0 !important; }}
 {_DARK} .kvlab-legend i[style*="solid {style.INK}"], {_DARK} .kvlab-legend i[style*="dashed {style.INK}"],

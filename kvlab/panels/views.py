@@ -29,7 +29,7 @@ class Card(widgets.VBox):
     def __init__(self, title: str, body: Sequence[widgets.Widget], foot: widgets.Widget | None = None) -> None:
         self.title = title
         self.state = "fresh"
-        self.top, self.summary = widgets.HTML(), _line()
+        self.top, self.summary = widgets.HTML(), line()
         box = widgets.VBox(list(body)).add_class("kvlab-body")
         super().__init__([self.top, box, self.summary, *([foot] if foot else [])])
         self.add_class("kvlab-card")
@@ -60,9 +60,9 @@ class MemoryCard(Card):
     """
 
     def __init__(self) -> None:
-        self.figure = _figure(style.layout(go.Figure(), "", "tokens in the sequence", "cache (bytes)"), 300)
-        self.scale_figure = _figure(style.layout(go.Figure(), "", "tokens in each request", "memory (bytes)"), 300)
-        self.legend, self.scale_legend, self.scale_summary = _line(), _line(), _line()
+        self.figure = figure(style.layout(go.Figure(), "", "tokens in the sequence", "cache (bytes)"), 300)
+        self.scale_figure = figure(style.layout(go.Figure(), "", "tokens in each request", "memory (bytes)"), 300)
+        self.legend, self.scale_legend, self.scale_summary = line(), line(), line()
         self.model = _dropdown("scale to", geometry.names(), "Llama-3.1-8B", "the big model that the same strategy is put on")
         self.hardware = _dropdown("×", hardware.names("gpu", "cpu"), "H100 SXM 80GB", "the devices it runs on")
         self.devices = _dropdown("on", DEVICES, 1, "how many devices")
@@ -137,13 +137,13 @@ class AttentionCard(Card):
 
     def __init__(self) -> None:
         none = np.zeros((1, 1), np.float32)
-        self.figure = _figure(attention.attention_map(none, none > 1, tokens=1, title=""), 520)
+        self.figure = figure(attention.attention_map(none, none > 1, tokens=1, title=""), 520)
         self.layer = _dropdown("layer", (0,), 0, "the layer that is looked into; another one needs another run")
         self.head = _dropdown("head", (0,), 0, "the query head; its KV head is what the error views show")
         self.view = _dropdown("view", [(words, name) for name, words in VIEWS.items()], "steps", "what is drawn")
         self._ran: Ran | None = None
         row = widgets.HBox([self.layer, self.head, self.view]).add_class("kvlab-row")
-        self.legend = _line()
+        self.legend = line()
         super().__init__("attention", [row, self.figure, self.legend])
 
     def offer(self, layers: int, heads: int) -> None:
@@ -185,8 +185,8 @@ class QualityCard(Card):
     """Loss and KL divergence along the text, against the full cache."""
 
     def __init__(self) -> None:
-        self.figure = _figure(quality.along(0, [], [], [], title=""), 400)
-        self.legend = _line()
+        self.figure = figure(quality.along(0, [], [], [], title=""), 400)
+        self.legend = line()
         super().__init__("quality along the text", [self.figure, self.legend])
 
     def show(self, scores: Scores | None, pinned: Scores | None = None) -> None:
@@ -324,7 +324,8 @@ def legend(fig: go.Figure) -> str:
     return f'<div class="kvlab-legend">{"".join(item for kind in items.values() for item in kind)}</div>'
 
 
-def _line() -> widgets.HTML:
+def line() -> widgets.HTML:
+    """An empty line of text under a figure."""
     return widgets.HTML().add_class("kvlab-summary")
 
 
@@ -334,7 +335,8 @@ def _time(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"
 
 
-def _figure(fig: go.Figure, height: int) -> go.FigureWidget:
+def figure(fig: go.Figure, height: int) -> go.FigureWidget:
+    """A figure as a card holds it: no title of its own, and its legend apart (`legend`). `height` in pixels."""
     fig.update_layout(height=height, margin={"l": 60, "r": 10, "t": 14, "b": 44}, showlegend=False)
     return widget(fig)
 

@@ -44,7 +44,7 @@ def control(name: str, setting: Setting, default: Any, changed: Changed) -> widg
         low, high, step = setting.low or 0.0, setting.high if setting.high is not None else 1.0, setting.step or 0.01
         made = widgets.FloatSlider(value=default, min=low, max=high, step=step, continuous_update=False, **common)
     elif stops := doublings(setting):
-        made = widgets.SelectionSlider(options=stops, value=default, continuous_update=False, **common)
+        made = widgets.SelectionSlider(options=sorted({*stops, default}), value=default, continuous_update=False, **common)
     else:
         low, high, step = whole_range(setting, default)
         made = widgets.IntSlider(value=default, min=low, max=high, step=step, continuous_update=False, **common)

@@ -72,7 +72,13 @@ class DiskState(PlaceState):
                 continue
             shape, dtype = self._shape[id(buffer)]
             with torch.inference_mode(False):
-                raw = torch.from_numpy(np.fromfile(self._path(layer, number), dtype=np.uint8))
+                try:
+                    raw = torch.from_numpy(np.fromfile(self._path(layer, number), dtype=np.uint8))
+                except OSError as error:
+                    raise OSError(
+                        f"Offload: layer {layer} cannot be read back from {str(self.folder)!r} ({error.strerror or error}): its tokens are lost. "
+                        "reset() the cache and read the text again."
+                    ) from error
                 data = raw.view(dtype).view(shape).to(self.device)
             buffer.arrive(data)
 

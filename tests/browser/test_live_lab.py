@@ -1,144 +1,20 @@
-"""Notebook 00 in JupyterLab, in a real browser: it runs, a slider is moved with the keyboard, an error is said and got over.
+"""Notebook 00 in JupyterLab, in a real browser: it runs, a slider is moved with the keyboard, an error is said and got over."""
 
-Pictures of each state are left in `tests/browser/shots/`.
-"""
-
-import os
 import re
-import secrets
-import shutil
-import socket
-import subprocess
-import sys
 import time
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvlab.jupyter import SERVER
+from tests.browser.conftest import LONG, MARKS, Opened, Panel, theme
 
-ROOT = Path(__file__).parents[2]
-SHOTS = Path(__file__).parent / "shots"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
-LONG = 900_000  # ms: for a busy machine; a quiet one needs a tenth
-
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.model,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium found (sudo apt install chromium)"),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """JupyterLab on a free port of this machine, with a token, in a copy of the notebooks."""
-    pytest.importorskip("jupyterlab")
-    home = tmp_path_factory.mktemp("jupyter")
-    shutil.copytree(ROOT / "notebooks", home / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-    notices = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
-    notices.parent.mkdir(parents=True)
-    notices.write_text('{"fetchNews": "false"}')  # else a question lies over the pictures
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    token = secrets.token_hex(16)
-    line = [sys.executable, "-m", "jupyterlab", *SERVER, "--no-browser", f"--ServerApp.root_dir={home / 'notebooks'}"]
-    line += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={token}"]
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        line.append("--allow-root")
-    settings = {
-        "JUPYTER_CONFIG_DIR": home / "config",
-        "JUPYTERLAB_SETTINGS_DIR": home / "settings",
-        "JUPYTERLAB_WORKSPACES_DIR": home / "spaces",
-    }
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    env = (
-        os.environ | {name: str(folder) for name, folder in settings.items()} | {"PYTHONPATH": path, "OMP_WAIT_POLICY": "PASSIVE"}
-    )
-    with open(home / "log", "wb") as log, subprocess.Popen(line, env=env, stdout=log, stderr=subprocess.STDOUT) as server:
-        try:
-            base = f"http://127.0.0.1:{port}"
-            for _ in range(120):
-                if server.poll() is not None:
-                    break
-                try:
-                    with urllib.request.urlopen(f"{base}/api?token={token}", timeout=5):
-                        yield f"{base}/lab/tree/00_live_lab.ipynb?token={token}"
-                        return
-                except OSError:
-                    time.sleep(1)
-            pytest.fail("JupyterLab did not start:\n" + (home / "log").read_text(errors="replace")[-3000:])
-        finally:
-            server.terminate()  # it takes its kernels along
-
-
-@pytest.fixture(scope="module")
-def page(address: str) -> Iterator[Any]:
-    """The notebook, open; its faults are collected in `page.faults`."""
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = browser.new_page(viewport={"width": 1280, "height": 1720})
-        page.faults = []
-        page.on("pageerror", lambda error: page.faults.append(str(error)))
-        page.set_default_timeout(120_000)
-        page.goto(address)
-        page.wait_for_selector(".jp-Notebook .jp-Cell")
-        page.wait_for_timeout(2000)
-        if page.locator("#jp-left-stack:visible").count():
-            page.keyboard.press("Control+b")  # the file browser takes a quarter of the window
-        yield page
-        browser.close()
-
-
-class Panel:
-    """What a person sees of it."""
-
-    def __init__(self, page: Any) -> None:
-        self.page = page
-        self.box = page.locator(".kvlab").first
-
-    def card(self, title: str) -> Any:
-        return self.box.locator(f".kvlab-card:has(.kvlab-head b:text-is('{title}'))")
-
-    def text(self, title: str) -> str:
-        return self.card(title).inner_text()
-
-    def handle(self, axis: str, label: str) -> Any:
-        return self.box.locator(f".kvlab-{axis} .kvlab-setting:has(label:text('{label}')) .noUi-handle")
-
-    def choose(self, label: str, option: str) -> None:
-        self.box.locator(f".widget-dropdown:has(label:text-is('{label}')) select").select_option(label=option)
-
-    def button(self, name: str) -> Any:
-        return self.box.locator(f"button:text-is('{name}')")
-
-    def press(self, handle: Any, key: str, times: int = 1) -> None:
-        handle.focus()
-        for _ in range(times):
-            self.page.keyboard.press(key)
-
-    def done(self) -> None:
-        """Until the run that a change has started is over."""
-        self.page.wait_for_timeout(600)
-        over = self.box.locator(".kvlab-grow .widget-html:has-text('done'), .kvlab-error")
-        over.first.wait_for(timeout=LONG)
-        self.page.wait_for_timeout(1500)  # plotly draws on
-
-    def shot(self, name: str) -> None:
-        SHOTS.mkdir(exist_ok=True)
-        self.box.scroll_into_view_if_needed()
-        self.page.mouse.move(5, 5)
-        self.page.screenshot(path=SHOTS / f"{name}.png")
-
-
-@pytest.fixture(scope="module")
-def panel(page: Any) -> Panel:
+def panel(open_notebook: Opened) -> Panel:
     """The panel after all cells of the notebook have run (the last one resets it)."""
+    page: Any = open_notebook("00_live_lab")
     page.click(".lm-MenuBar-itemLabel:text-is('Run')")
     page.click(".lm-Menu-itemLabel:text-is('Run All Cells')")
     cells = page.locator(".jp-CodeCell .jp-InputArea-prompt")
@@ -221,11 +97,7 @@ def test_pinned_scaled_looked_into_and_copied(panel: Panel) -> None:
 
 def test_it_can_be_read_in_the_dark_and_in_a_narrow_window(panel: Panel) -> None:
     page = panel.page
-    page.click(".lm-MenuBar-itemLabel:text-is('Settings')")
-    page.hover(".lm-Menu-itemLabel:text-is('Theme')")
-    page.click(".lm-Menu-itemLabel:text-is('JupyterLab Dark')")
-    page.wait_for_selector("body[data-jp-theme-light='false']", state="attached")
-    page.wait_for_timeout(2500)
+    theme(page, "Dark")
     ink = panel.card("memory").locator(".js-plotly-plot text").first.evaluate("x => getComputedStyle(x).fill")
     assert min(map(int, re.findall(r"\d+", ink)[:3])) > 150, ink  # light on dark
     panel.shot("5-dark")

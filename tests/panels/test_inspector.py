@@ -6,7 +6,7 @@ pytest.importorskip("ipywidgets")
 
 from kvlab import store
 from kvlab.measure import inspect
-from kvlab.panels.inspector import TITLES, Inspector
+from kvlab.panels.inspector import DRAWINGS, Inspector
 from kvlab.plots import inspect as plots
 from kvlab.plots import style
 
@@ -121,10 +121,10 @@ def test_an_empty_text_is_said(tiny_lab):
 
 def test_saved_for_readers_it_is_a_picture_with_its_text(panel, monkeypatch):
     drawn = []
-    monkeypatch.setattr("kvlab.panels.inspector.sheet", lambda columns: drawn.extend(columns) or b"png")
+    monkeypatch.setattr("kvlab.panels.bench.sheet", lambda columns: drawn.extend(columns) or b"png")
     assert "image/png" not in panel._repr_mimebundle_()
     monkeypatch.setenv("KVLAB_PICTURES", "1")
     bundle = panel._repr_mimebundle_()
     assert bundle["image/png"] == "cG5n"
     assert bundle["text/plain"] == f"Inspector: store.Int(bits=4, group_size=16)\n{panel.text}"
-    assert sorted(title for column in drawn for title, _ in column) == sorted(TITLES.values())
+    assert sorted(title for column in drawn for title, _ in column) == sorted(drawing.title for drawing in DRAWINGS.values())
