@@ -116,14 +116,21 @@ def app() -> "typer.Typer":
         lab = kvlab.load(model)
         ids = lab.encode(reference_text()[: 8 * (tokens[0] + tokens[1])])[:, : tokens[0] + tokens[1]]
         against = control(lab, ids, prefill=tokens[0], step=tokens[2])
-        bar = tqdm([*PEERS, kvlab.Strategy(), *chosen], unit="cache", file=sys.stderr)
-        rows = [row for one in bar for row in compare(lab, [one], against)]
-        if out:
-            record(out, rows, lab, against, "kvlab compare" + "".join(f" --strategy '{text}'" for text in strategy or []))
         typer.echo(f"{'':100}{'bits':>7}{'KL':>10}{'agree':>8}{'perplexity':>12}{'step':>10}")
-        for row in rows:
-            numbers = f"{row.effective_bits:7.2f}{row.kl:10.5f}{row.agreement:8.3f}{100 * row.perplexity_change:+11.2f}%{1e3 * row.step:7.0f} ms"
-            typer.echo(f"{row.name:100}{row.why or numbers}")
+        rows = []
+        try:
+            for one in tqdm([*PEERS, kvlab.Strategy(), *chosen], unit="cache", file=sys.stderr):
+                (row,) = compare(lab, [one], against)
+                rows.append(row)
+                numbers = (
+                    f"{row.effective_bits:7.2f}{row.kl:10.5f}{row.agreement:8.3f}{100 * row.perplexity_change:+11.2f}%"
+                    f"{1e3 * row.step:7.0f} ms"
+                )
+                typer.echo(f"{row.name:100}{row.why or numbers}")
+        finally:  # what was measured before an interruption is kept
+            if out and rows:
+                command = "kvlab compare" + "".join(f" --strategy '{text}'" for text in strategy or [])
+                record(out, rows, lab, against, command)
 
     bench = typer.Typer(help="Speed, as ratios within one run.", no_args_is_help=True)
     commands.add_typer(bench, name="bench")

@@ -29,6 +29,7 @@ from kvlab.measure.result import machine
 from kvlab.store.dense import Dense
 from kvlab.store.fp8 import Fp8
 from kvlab.store.int import Int
+from kvlab.store.prerope import PreRope
 from kvlab.store.rotated import Rotated
 from kvlab.strategy import Strategy
 
@@ -169,6 +170,7 @@ def _ours(shape: Shape, keys: Tensor, values: Tensor) -> dict[str, _Contender]:
         "kvlab fp8": Fp8(),
         "kvlab int4, keys per token": Int(bits=4, key_axis="token"),
         "kvlab int4, keys per token, rotated": Rotated(),
+        "kvlab int4, keys before RoPE": PreRope(inner=Int(bits=4)),
     }
     return {name: _Ours(model, Strategy(store=store), keys, values) for name, store in stores.items()}
 
