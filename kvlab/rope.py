@@ -48,15 +48,20 @@ class Rope:
         return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
     def _waves(self, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every angle, float32 ``[b, h, n, R / 2]``; from a table that grows, taken in float64."""
-        need = int(columns.max()) + 1 if columns.numel() else 1
+        """Cosine and sine of every angle, float32 ``[b, h, n, R / 2]``."""
+        waves = self.table(int(columns.max()) + 1 if columns.numel() else 1, columns.device)[columns]
+        cos, sin = waves.chunk(2, -1)
+        return cos, sin
+
+    def table(self, positions: int, device: torch.device) -> Tensor:
+        """float32 ``[positions or more, R]``: the cosines of each position and then its sines, taken in float64. It grows as it is asked for."""
         tables = _tables.setdefault(self, {})
-        table = tables.get(columns.device)
-        if table is None or table.shape[1] < need:
-            at = torch.arange(max(need, 512) * 5 // 4, dtype=torch.float64, device=columns.device)
-            angles = at[:, None] * self.frequencies.to(columns.device).double()
-            table = tables[columns.device] = torch.stack([angles.cos(), angles.sin()]).float()
-        return table[0][columns], table[1][columns]
+        table = tables.get(device)
+        if table is None or len(table) < positions:
+            at = torch.arange(max(positions, 512) * 5 // 4, dtype=torch.float64, device=device)
+            angles = at[:, None] * self.frequencies.to(device).double()
+            table = tables[device] = torch.cat([angles.cos(), angles.sin()], 1).float()
+        return table
 
 
 #: Cosines and sines of every position so far: the model's, not any cache's, so no cache counts them as its own.

@@ -28,6 +28,7 @@ BLOCK = 64  # tokens whose weights are scaled together
 FIELDS = (
     "rows", "sums", "data", "scale", "zero", "table", "out",
     "tokens", "data_head", "scale_head", "zero_head", "table_head", "row_bytes", "out_bytes", "heads", "splits",
+    "waves", "places", "places_head", "start",
 )  # fmt: skip
 
 I8, I16, I32, I64, F16, F32 = (
@@ -45,7 +46,8 @@ class Reading:
     """How one side lies in memory. ``kind``: "float32", "float16", "bfloat16", or of codes "int", "normal", "e4m3", "e5m2"; the rest is about codes.
 
     ``axis``: "channel" or "token"; ``group``: tokens or channels that share a scale; ``table``: a token's row of scales is looked up;
-    ``half``: scales are float16; ``symmetric``: there are no zero points.
+    ``half``: scales are float16; ``symmetric``: there are no zero points. ``turn``: how many channels of keys are turned by their place before the
+    product (RoPE; halves are pairs), ``placed``: places are looked up.
     """
 
     kind: str
@@ -55,6 +57,8 @@ class Reading:
     table: bool = False
     half: bool = False
     symmetric: bool = False
+    turn: int = 0
+    placed: bool = False
 
     def row(self, dim: int) -> int:
         """Bytes of a token."""
@@ -291,6 +295,65 @@ def _products(w: Writer, reading: Reading, dim: int, rows: int, query: Any, key:
     return whole
 
 
+def turned(w: Writer, reading: Reading, dim: int, rows: int, a: dict[str, Any], first: Any, last: Any) -> None:
+    """As :func:`score`, for keys that are turned by their place first: nothing can be folded into the query, so each number is made whole."""
+    by_group, half = reading.axis == "token", reading.turn // 2
+    groups = dim // reading.group if by_group else 1
+    lanes = gcd(gcd(LANES, reading.step(dim)), gcd(half, dim - reading.turn) if dim > reading.turn else half)
+    for m in range(0, rows, ROWS):
+        count = min(ROWS, rows - m)
+        query = w.add(a["rows"], m * 4 * dim)
+        with w.loop(first, last) as n:
+            key = w.add(a["data"], w.mul(n, reading.row(dim)))
+            if reading.placed:
+                place = w.b.sext(w.load(w.add(a["places"], w.mul(n, 4)), I32, align=4), I64)
+            else:
+                place = w.add(a["start"], n)
+            wave = w.add(a["waves"], w.mul(place, 4 * reading.turn))
+            scale = zero = None
+            if reading.axis:
+                if reading.table:
+                    line = w.b.sext(w.load(w.add(a["table"], w.mul(n, 4)), I32, align=4), I64)
+                else:
+                    line = n if by_group else w.b.sdiv(n, w.number(reading.group))
+                width = (groups if by_group else dim) * reading.scale_item
+                scale, zero = (w.add(a[x], w.mul(line, width)) for x in ("scale", "zero"))
+
+            sums = [w.zeros(lanes) for _ in range(count)]
+            for channel in range(0, half, lanes):
+                one, two = (_whole(w, reading, dim, lanes, c, key, scale, zero) for c in (channel, channel + half))
+                cos, sin = w.floats(wave, lanes, 4 * channel), w.floats(wave, lanes, 4 * (half + channel))
+                _add(w, sums, query, dim, channel, w.b.fsub(w.b.fmul(one, cos), w.b.fmul(two, sin)))
+                _add(w, sums, query, dim, channel + half, w.fma(two, cos, w.b.fmul(one, sin)))
+            for channel in range(reading.turn, dim, lanes):
+                _add(w, sums, query, dim, channel, _whole(w, reading, dim, lanes, channel, key, scale, zero))
+            for r in range(count):
+                w.store(w.total(sums[r]), w.add(w.add(a["out"], w.mul(a["out_bytes"], m + r)), w.mul(n, 4)), align=4)
+
+
+def _whole(w: Writer, reading: Reading, dim: int, lanes: int, channel: int, key: Any, scale: Any, zero: Any) -> Any:
+    """Numbers of one token with its scales and zero points, whose lines begin at ``scale`` and ``zero`` (None: there are none)."""
+    x = w.numbers(key, reading, channel, dim, lanes)
+    if scale is None:
+        return x
+
+    def of(line: Any) -> Any:
+        if reading.axis != "token":
+            return w.scales(line, reading.half, channel, lanes)
+        return w.splat(_one(w, w.scales(line, reading.half, channel // reading.group, 1)), lanes)
+
+    return w.b.fmul(x, of(scale)) if reading.symmetric else w.fma(x, of(scale), of(zero))
+
+
+def _add(w: Writer, sums: list[Any], query: Any, dim: int, channel: int, x: Any) -> None:
+    for r in range(len(sums)):
+        sums[r] = w.fma(w.floats(query, x.type.count, 4 * (r * dim + channel)), x, sums[r])
+
+
+def _one(w: Writer, vector: Any) -> Any:
+    return w.b.extract_element(vector, ir.Constant(I32, 0))
+
+
 def mix(w: Writer, reading: Reading, dim: int, rows: int, a: dict[str, Any], part: Any, parts: Any) -> None:
     """Weighted sums of one head's values. Threads that share a head take chunks of channels: ``part`` of ``parts`` (tokens would need a sum)."""
     step = reading.step(dim)
@@ -455,7 +518,9 @@ def _compile(what: str, reading: Reading, dim: int, rows: int) -> int:
                 a["sums"] = w.add(fields["sums"], w.mul(head, 4 * rows * groups))
                 share = w.b.sdiv(w.add(w.b.sub(fields["tokens"], w.number(1)), splits), splits)
                 first = w.mul(part, share)
-                score(w, reading, dim, rows, a, first, w.least(w.add(first, share), fields["tokens"]))
+                a["places"] = w.add(fields["places"], w.mul(head, fields["places_head"]))
+                products = turned if reading.turn else score
+                products(w, reading, dim, rows, a, first, w.least(w.add(first, share), fields["tokens"]))
             else:
                 mix(w, reading, dim, rows, a, part, splits)
     w.b.ret_void()

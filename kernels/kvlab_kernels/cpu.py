@@ -10,6 +10,7 @@ llvmlite is optional: :func:`available` says whether it is there, and torch's wa
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import importlib.util
 import math
@@ -38,8 +39,21 @@ def serves(rows: Tensor, x: Tensor | Codes) -> bool:
     return rows.shape[2] <= MAX_ROWS and codes.device.type == "cpu" and kind and dim % 8 == 0 and available()
 
 
-def score(query: Tensor, keys: Tensor | Codes) -> Tensor:
-    """``query @ keys.T``: ``[B, H, M, D]`` with M up to 16, keys ``[B, H, N, D]`` -> float32 ``[B, H, M, N]``.
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where keys stand that are turned by their place before the product (RoPE, halves of the first R channels as pairs).
+
+    ``waves``: float32 ``[P, R]``, the cosines of a place and then the sines. ``columns``: int32 ``[1 or B, 1 or H, N]``, each key's place; None: ``start``,
+    ``start + 1``, ...
+    """
+
+    waves: Tensor
+    columns: Tensor | None = None
+    start: int = 0
+
+
+def score(query: Tensor, keys: Tensor | Codes, places: Places | None = None) -> Tensor:
+    """``query @ keys.T``: ``[B, H, M, D]`` with M up to 16, keys ``[B, H, N, D]`` -> float32 ``[B, H, M, N]``; with ``places``, of turned keys.
 
     Raises ``ValueError`` for shapes that do not fit and ``ImportError`` without llvmlite.
     """
@@ -54,7 +68,7 @@ def score(query: Tensor, keys: Tensor | Codes) -> Tensor:
     if side.axis == "token":  # what a group's zero point is multiplied with
         sums = rows.unflatten(3, (d // side.group, side.group)).sum(-1)
     out = torch.empty((b, h, m, side.tokens), dtype=torch.float32)
-    _run("score", side, m, rows, sums, out)
+    _run("score", side, m, rows, sums, out, places)
     return out
 
 
@@ -79,7 +93,7 @@ def mix(weights: Tensor, values: Tensor | Codes) -> Tensor:
     return out
 
 
-def _run(what: str, side: _Side, m: int, rows: Tensor, sums: Tensor, out: Tensor) -> None:
+def _run(what: str, side: _Side, m: int, rows: Tensor, sums: Tensor, out: Tensor, places: Places | None = None) -> None:
     from . import _cpu_code as code
 
     heads = side.batch * side.heads
@@ -90,11 +104,18 @@ def _run(what: str, side: _Side, m: int, rows: Tensor, sums: Tensor, out: Tensor
     threads = torch.get_num_threads() if work > SMALL else 1
     # tokens are cut where there are fewer heads than threads; a mix over cut tokens would have to be summed up, so it cuts channels
     splits = 1 if heads % threads == 0 else threads
+    reading, where = side.reading, (0, 0, 0, 0)
+    if places is not None:
+        columns = places.columns
+        if columns is not None:
+            columns = columns.expand(side.batch, side.heads, -1).contiguous()
+        reading = dataclasses.replace(reading, turn=places.waves.shape[1], placed=columns is not None)
+        where = (places.waves.data_ptr(), 0 if columns is None else columns.data_ptr(), side.tokens * 4, places.start)
     arguments = (
         *(t.data_ptr() for t in (rows, sums, side.data, side.scale, side.zero, side.table, out)),
-        side.tokens, *side.strides, rows.stride(2) * 4, out.stride(2) * 4, heads, splits,
+        side.tokens, *side.strides, rows.stride(2) * 4, out.stride(2) * 4, heads, splits, *where,
     )  # fmt: skip
-    code.call(what, side.reading, side.dim, m, threads, arguments)
+    code.call(what, reading, side.dim, m, threads, arguments)
 
 
 class _Side:

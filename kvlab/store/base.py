@@ -72,6 +72,11 @@ class StoreState(ABC):
     def key_rows(self, start: int, stop: int) -> Tensor:
         """The keys of rows ``start:stop`` as they are stored, float32 ``[B, H, stop - start, Dk]``; within one block of :meth:`blocks`."""
 
+    def keys_at(self, start: int, stop: int) -> tuple[Tensor | Codes, int] | None:
+        """The keys of rows ``start:stop`` as they lie, views only, and the row where they begin (a group may begin before ``start``); None if no
+        product reads them as they lie. Within one block of :meth:`blocks`."""
+        return None
+
     @abstractmethod
     def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None] | None:
         """What fused kernels read, views only: keys, values, and a plain tail of both (or None) that comes after them.

@@ -119,6 +119,14 @@ class CodedState(StoreState):
         first = len(self.first[0])
         return self.keys.rows(start - first, stop - first) if rows is None else rows.float()
 
+    def keys_at(self, start: int, stop: int) -> tuple[Tensor | Codes, int] | None:
+        rows = self._plain(0, start, stop)
+        if rows is not None:
+            return rows, start
+        first = len(self.first[0])
+        found = self.keys.lies(start - first, stop - first)
+        return None if found is None else (found[0], found[1] + first)
+
     def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None] | None:
         if not self.opened:
             return *self._tails(), None, None

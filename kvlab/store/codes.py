@@ -161,6 +161,10 @@ class QuantizedSide(Side):
         begin = self._begin(start)
         return dequantize(self.layout(begin, stop))[:, :, start - begin :]
 
+    def lies(self, start: int, stop: int) -> tuple[Codes, int]:
+        begin = self._begin(start)
+        return self.layout(begin, stop), begin
+
     def _begin(self, start: int) -> int:
         """Where the group of row ``start`` begins, if rows lie in groups."""
         return start if self.axis == "token" or len(self.table) else start // self.group_size * self.group_size

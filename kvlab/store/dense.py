@@ -50,6 +50,9 @@ class DenseState(StoreState):
     def key_rows(self, start: int, stop: int) -> Tensor:
         return self.keys.view()[:, :, start:stop].float()
 
+    def keys_at(self, start: int, stop: int) -> tuple[Tensor, int]:
+        return self.keys.view()[:, :, start:stop], start
+
     def layout(self) -> tuple[Tensor, Tensor, None, None]:
         return self.keys.view(), self.values.view(), None, None
 

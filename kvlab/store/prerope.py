@@ -12,6 +12,8 @@ from torch import Tensor
 from kvlab.store.base import Around, LayerShape, Store, StoreState, block_rows, split
 from kvlab.store.int import Int
 from kvlab.strategy import param
+from kvlab_kernels import cpu
+from kvlab_kernels.layout import Codes
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,29 @@ class PreRopeState(Around):
         return self._turn(self.inner.key_rows(start, stop), start)
 
     def score(self, query: Tensor, start: int, stop: int) -> Tensor:
-        return query.float() @ self.key_rows(start, stop).mT
+        found = self._compiled(query.shape[2], start, stop)
+        if found is None or not cpu.serves(query, found[0]):
+            return query.float() @ self.key_rows(start, stop).mT
+        keys, begin = found
+        rope = self.shape.rope
+        assert rope is not None
+        columns = self.columns.view()[:, :, begin:stop] if len(self.columns) else None
+        last = stop if columns is None else int(columns[..., -1].max()) + 1
+        places = cpu.Places(rope.table(last, query.device), columns, begin)
+        return cpu.score(query, keys, places)[..., start - begin :]
+
+    def _compiled(self, rows: int, start: int, stop: int) -> tuple[Tensor | Codes, int] | None:
+        """The inner store's keys as they lie and where they begin, if machine code can turn and multiply them in one sweep."""
+        rope = self.shape.rope
+        fits = rope is not None and not rope.interleaved and rope.dims % 16 == 0 and rows <= cpu.MAX_ROWS
+        return self.inner.keys_at(start, stop) if fits and self.shape.device.type == "cpu" and cpu.available() else None
 
     def blocks(self, rows: int) -> Iterator[tuple[int, int]]:
         for start, stop in self.inner.blocks(rows):
-            yield from split(start, stop, block_rows(self.shape))
+            if self._compiled(rows, start, stop) is not None:
+                yield start, stop
+            else:
+                yield from split(start, stop, block_rows(self.shape))
 
     def dense(self) -> tuple[Tensor, Tensor]:
         keys, values = self.inner.dense()

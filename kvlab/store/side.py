@@ -41,6 +41,10 @@ class Side(ABC):
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows ``start:stop``, float32 ``[B, H, stop - start, D]``."""
 
+    def lies(self, start: int, stop: int) -> tuple[Tensor | Codes, int] | None:
+        """Rows ``start:stop`` as they lie and the row where they begin, or None; see ``StoreState.keys_at``."""
+        return None
+
     @abstractmethod
     def layout(self) -> Tensor | Codes | None:
         """What fused kernels read, or None."""

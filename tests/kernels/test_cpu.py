@@ -63,6 +63,47 @@ def test_symmetric_codes(bits: int, axis: str, table: bool, shape: tuple) -> Non
     check(torch.randn(b, h, m, d), torch.randn(b, h, m, n), dataclasses.replace(x, zero=None))
 
 
+def turned(x: torch.Tensor, places: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Pairs of halves as complex numbers times e^(i place frequency), float64."""
+    half = len(frequencies)
+    pairs = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
+    angle = places[..., None].double() * frequencies.double()
+    pairs = pairs * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :].double()], -1)
+
+
+@pytest.mark.parametrize("part", [1.0, 0.5], ids=["all channels", "half of them"])
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("kind", ["float32", "float16", "channel", "table", "token", "symmetric", "normal", "e4m3"])
+def test_keys_turned_by_their_place(kind: str, placed: bool, part: float) -> None:
+    torch.manual_seed(0)
+    b, h, m, n, d = 2, 3, 5, 70, 32
+    if kind in ("float32", "float16"):
+        x: torch.Tensor | Codes = torch.randn(b, h, n, d).to(getattr(torch, kind))
+    elif kind == "e4m3":
+        raw = torch.randn(b, h, n, d).to(FLOATS["e4m3"]).view(torch.uint8)
+        x = Codes(raw, (torch.rand(b, h, n, 1) + 0.1).half(), None, 8, "token", d, None, "e4m3")
+    else:
+        x = codes(b, h, n, d, 3, "token" if kind == "token" else "channel", 16, kind == "table")
+        if kind == "symmetric":
+            x = dataclasses.replace(x, zero=None)
+        if kind == "normal":
+            x = dataclasses.replace(x, format="normal")
+    plain = dequantize(x) if isinstance(x, Codes) else x
+    half = int(d * part) // 2
+    frequencies = 100.0 ** -(torch.arange(half) / half)
+    angle = torch.arange(400)[:, None] * frequencies
+    waves = torch.cat([angle.cos(), angle.sin()], 1)
+    if placed:
+        columns = torch.stack([torch.randperm(400)[:n].sort().values for _ in range(b * h)]).view(b, h, n)
+        places = cpu.Places(waves, columns.int())
+    else:
+        columns, places = torch.arange(37, 37 + n).expand(b, h, n), cpu.Places(waves, None, 37)
+    query = torch.randn(b, h, m, d)
+    exact = query.double() @ turned(plain, columns, frequencies).mT
+    torch.testing.assert_close(cpu.score(query, x, places).double(), exact, rtol=2e-5, atol=2e-5 * float(exact.abs().max()))
+
+
 @pytest.mark.parametrize("zeros", [True, False])
 @pytest.mark.parametrize("bits", [4, 3, 2])
 @pytest.mark.parametrize(("axis", "table"), [("channel", False), ("channel", True), ("token", False)])
