@@ -479,19 +479,20 @@ class KVCache(Cache):
     def memory(self) -> Memory:
         """Bytes by part and device, logical and allocated, with the high-water mark. See :class:`kvlab.memory.Memory`."""
         parts: dict[tuple[str, str], Part] = {}
-        reference = rows = 0
+        reference = rows = repacked = 0
         for layer in self.layers:
             if not layer.is_initialized:
                 continue
             shape = layer.shape
             rows = max(rows, len(layer.store))
+            repacked += layer.store.repacked
             reference += layer.seen * shape.batch * shape.kv_heads * (shape.key_dim + shape.value_dim) * 2
             for buffer in layer.buffers():
                 if buffer.allocated:
                     key = (buffer.part, buffer.device)
                     old = parts.get(key, Part(*key, 0, 0))
                     parts[key] = Part(*key, old.logical + buffer.logical, old.allocated + buffer.allocated)
-        return Memory(tuple(parts.values()), self.high_water, reference, self.get_seq_length(), rows)
+        return Memory(tuple(parts.values()), self.high_water, reference, self.get_seq_length(), rows, repacked)
 
 
 def layer_plan(model: nn.Module) -> list[tuple[int | None, int]]:

@@ -21,7 +21,8 @@ class Memory:
 
     ``high_water``: the most bytes the compute device held for this cache at any moment, new tokens and scores in flight included.
     ``reference``: bytes of a 16-bit dense cache of all ``seen`` tokens, what people deploy; ratios are taken against it.
-    ``seen`` counts tokens the model has read, ``stored`` those still held.
+    ``seen`` counts tokens the model has read, ``stored`` those still held. ``repacked``: how often a head's token was written anew as codes, because the
+    group it lay in had lost half its tokens or was cut through; otherwise a code stays as it was written.
     """
 
     parts: tuple[Part, ...]
@@ -29,6 +30,7 @@ class Memory:
     reference: int
     seen: int
     stored: int
+    repacked: int = 0
 
     @property
     def allocated(self) -> int:
@@ -68,6 +70,7 @@ class Memory:
             [
                 *lines,
                 f"together  {self.allocated:>18,} bytes, {100 * self.ratio:.1f}% of a 16-bit cache of {self.seen:,} tokens; "
-                f"{self.stored:,} held; high-water mark {self.high_water:,} bytes",
+                f"{self.stored:,} held; high-water mark {self.high_water:,} bytes"
+                + (f"; {self.repacked:,} codes' tokens written again" if self.repacked else ""),
             ]
         )

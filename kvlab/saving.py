@@ -18,7 +18,7 @@ from kvlab.buffer import Buffer
 from kvlab.cache import KVCache, Layer
 from kvlab.strategy import Strategy
 
-VERSION = 1
+VERSION = 2
 _VOLATILE = {
     "_name_or_path",
     "transformers_version",

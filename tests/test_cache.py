@@ -204,6 +204,10 @@ def test_groups_under_half_are_repacked_and_counted(llama, ids):
         forward(llama, more[:, t : t + 1], exact)
     side = cache.layers[0].store.keys
     assert side.repacked > 0
+    held = cache.memory()
+    assert held.repacked == sum(
+        layer.store.repacked for layer in cache.layers
+    ) and f"{held.repacked:,} codes' tokens written again" in str(held)
     assert len(side.scale) <= 2 * -(-len(side) // 8) + 2
     # the first layer's keys do not depend on what was evicted, so what is kept must still be near the truth
     keys, _, columns = cache.layers[0].dense()

@@ -97,7 +97,9 @@ class MemoryCard(Card):
             self.say(f"Predicted: {words}.")
             return
         held, full = ran.generation.memory, ran.full.memory
-        words = memory.growth_summary(full.allocated, held.allocated, held.seen, sixteen_bit=held.reference, high_water=water)
+        words = memory.growth_summary(
+            full.allocated, held.allocated, held.seen, sixteen_bit=held.reference, high_water=water, repacked=held.repacked
+        )
         away = [f"{geometry.text(size)} of it on {place}" for place, size in held.by_device().items() if place == "disk"]
         self.say(f"Measured: {'; '.join([words, *away])}.")
 

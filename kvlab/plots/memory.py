@@ -80,15 +80,22 @@ def update_growth(
 
 
 def growth_summary(
-    full: float, strategy: float, tokens: int, *, sixteen_bit: float | None = None, high_water: float | None = None
+    full: float,
+    strategy: float,
+    tokens: int,
+    *,
+    sixteen_bit: float | None = None,
+    high_water: float | None = None,
+    repacked: int = 0,
 ) -> str:
     """`31.2% of 16-bit at 2,048 tokens: 14.7 MB, the full cache 47.2 MB; high-water mark 16.0 MB`. Bytes in.
 
-    sixteen_bit: bytes of the 16-bit dense cache where `full` is stored in another width.
+    sixteen_bit: bytes of the 16-bit dense cache where `full` is stored in another width. repacked: tokens of a head that were written again.
     """
     reference = full if sixteen_bit is None else sixteen_bit
     line = f"{_percent(strategy, reference)} of 16-bit at {tokens:,} tokens: {text(strategy)}, the full cache {text(full)}"
-    return line + (f"; high-water mark {text(high_water)}" if high_water is not None else "")
+    line += f"; high-water mark {text(high_water)}" if high_water is not None else ""
+    return line + (f"; {repacked:,} times a head's token was written again" if repacked else "")
 
 
 # --- scale_up: the same on a big model, hardware and many requests

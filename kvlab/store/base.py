@@ -53,6 +53,11 @@ class StoreState(ABC):
         """Where rows of one kind (plain, codes) end and others begin; of the rows between two borders as many must go in every head."""
         return []
 
+    @property
+    def repacked(self) -> int:
+        """How often a head's token was written anew as codes."""
+        return 0
+
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Take tokens ``[B, H, n, D]`` in, in full precision; :meth:`settle` writes them down for good."""
@@ -145,6 +150,10 @@ class Around(StoreState):
     @property
     def borders(self) -> list[int]:
         return self.inner.borders
+
+    @property
+    def repacked(self) -> int:
+        return self.inner.repacked
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         self.inner.append(keys, values)

@@ -73,8 +73,7 @@ class CodedState(StoreState):
 
     @property
     def repacked(self) -> int:
-        """Tokens whose keys were written again since a group fell under half its tokens, or a crop cut through it."""
-        return self.keys.repacked
+        return self.keys.repacked + self.values.repacked
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         for tail, rows in zip(self.tail, (keys, values), strict=True):
@@ -176,8 +175,7 @@ class CodedState(StoreState):
             tail.clear()
             if cut is not None:
                 tail.append(cut)
-            if number == 0:
-                side.repacked += inside - whole
+            side.repacked += inside - whole
             if rows < head:  # nothing but first tokens is left: they may still become codes, as at the start
                 tail.set(first.view()[:, :, :rows].clone())
                 first.clear()
@@ -185,7 +183,8 @@ class CodedState(StoreState):
 
     def thaw(self) -> None:
         dense = self.dense()
-        self.keys.repacked += len(self.keys)
+        for side in self.sides:
+            side.repacked += len(side)
         for number, rows in enumerate(dense):
             self.first[number].clear()
             self.sides[number].clear()
@@ -195,10 +194,14 @@ class CodedState(StoreState):
         return [*self.first, *self.keys.buffers(), *self.values.buffers(), *self.tail]
 
     def counts(self) -> dict[str, int]:
-        return {"opened": int(self.opened), "repacked": self.keys.repacked}
+        return {"opened": int(self.opened), "repacked": self.keys.repacked, "values_repacked": self.values.repacked}
 
     def recount(self, counts: dict[str, int]) -> None:
-        self.opened, self.keys.repacked = bool(counts["opened"]), counts["repacked"]
+        self.opened, self.keys.repacked, self.values.repacked = (
+            bool(counts["opened"]),
+            counts["repacked"],
+            counts["values_repacked"],
+        )
 
     def dense(self) -> tuple[Tensor, Tensor]:
         out = []
