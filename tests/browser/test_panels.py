@@ -34,7 +34,7 @@ def pages(open_notebook: Opened) -> dict[str, Any]:
     return found
 
 
-INSIDE = """() => [...document.querySelectorAll('.kvlab-card')].every(card => {
+INSIDE = """() => dispatchEvent(new Event('resize')) && [...document.querySelectorAll('.kvlab-card')].every(card => {
     const box = card.getBoundingClientRect();
     return box.right <= innerWidth && [...card.querySelectorAll('.js-plotly-plot .main-svg')].every(drawn =>
         drawn.getBoundingClientRect().left >= box.left && drawn.getBoundingClientRect().right <= box.right); })"""
@@ -45,12 +45,13 @@ def readable(panel: Panel, titles: tuple[str, ...]) -> None:
     for title in titles:
         assert len(panel.card(title).locator(".kvlab-summary").last.inner_text()) > 20, title
         assert panel.card(title).locator(".js-plotly-plot .main-svg").count()
-    panel.page.wait_for_function(INSIDE)
+    panel.page.wait_for_function(INSIDE, polling=500, timeout=60_000)  # not once a frame: a page behind another draws none
 
 
 @pytest.mark.parametrize("name", CARDS)
 def test_it_can_be_read_and_moved(pages: dict[str, Any], name: str) -> None:
     page, titles = pages[name], CARDS[name]
+    page.bring_to_front()
     page.wait_for_selector(".kvlab")
     panel = Panel(page)
     panel.done()
