@@ -109,7 +109,8 @@ def find(model: nn.Module, keys: Sequence[tuple[Tensor, Tensor] | None]) -> list
             f"{type(model).__name__} turns the keys of layer {unsure[0]} by position in a way kvlab does not know (looked at {TOKENS} equal tokens, tried "
             f"{len(tried)} ways). Use a store that leaves keys as they come: Int, Rotated, Fp8."
         )
-    return [sure_one if i in unsure else own for i, own in enumerate(found) for sure_one in sure]
+    (only,) = sure
+    return [only if i in unsure else own for i, own in enumerate(found)]
 
 
 def _spread(x: Tensor) -> float:

@@ -90,7 +90,8 @@ def test_attention_reads_what_is_stored(method, rows):
     torch.testing.assert_close(mixed.double(), weights.double() @ values, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", [*filter(direct, SMALL)], ids=str)
+# Lloyd-Max steps differ, and the outermost may be passed by far: their error stands in test_lowrank.py
+@pytest.mark.parametrize("method", [m for m in SMALL if direct(m) and getattr(m, "levels", "even") == "even"], ids=str)
 def test_numbers_come_back_within_half_a_step(method):
     """Integer codes: half a step of the group's range, at most; floats: half of a last place."""
     state, sides = fill(method, [64])
@@ -106,8 +107,6 @@ def test_numbers_come_back_within_half_a_step(method):
                 *(b for pair in getattr(method, "profile", dict)().values() for b in pair),
             )
             levels = 2**bits - (2 if method.symmetric else 1)
-            if method.levels == "normal":
-                continue  # steps differ, and the outermost may be passed by far
             bound = (wide / levels / 2 * 1.01 + (1 - method.clip) * wide / 2).expand_as(plain)
         else:
             bound = torch.zeros_like(plain)
