@@ -206,6 +206,9 @@ def attend(
     hk, stored, new = new_keys.shape[1], len(store), new_keys.shape[2]
     group = hq // hk
     watch = layer.watch
+    if "queries" in layer.keep.needs:
+        columns = torch.arange(layer.seen - q_len, layer.seen, device=query.device).view(1, 1, -1)
+        layer.remembered.meet(query * (scale * d**0.5), columns, None if rule.padding is None else rule.padding[:, -q_len:])
     if (
         not stored
         and rule.causal
@@ -218,7 +221,8 @@ def attend(
         out = F.scaled_dot_product_attention(query, new_keys, new_values, is_causal=q_len > 1, scale=scale, enable_gqa=group > 1)
         return out, None, 0
 
-    if stored and fused(query) and not layer.observes and watch is None:
+    gap, counts = layer.gap(), layer.log_counts()
+    if stored and fused(query) and not layer.observes and watch is None and gap is None and counts is None and not layer.looks:
         layout = store.layout()
         if layout is not None and triton_reads(layout):
             return _decode(layer, layout, query, rule, scale, softcap, sinks), None, 0
@@ -228,6 +232,9 @@ def attend(
     out = query.new_empty((b, hq, q_len, new_values.shape[3]))
     rows = max(1, min(q_len, SCORE_NUMBERS // max(1, b * hq * total)))
     grouped = query.reshape(b, hk, group, q_len, d)
+    chosen = layer.remembered.look(grouped, stored) if layer.looks and stored else None
+    if chosen is not None and q_len == 1 and watch is None:
+        return _picked(layer, grouped, chosen[:, :, 0], rule, scale, softcap, sinks)
     scratch = 0
     for first in range(0, q_len, rows):
         last = min(first + rows, q_len)
@@ -238,11 +245,22 @@ def attend(
         blocks = list(store.blocks(part.shape[2]))
         for start, stop in blocks:
             scores[..., start:stop] = store.score(part, start, stop)
+        if gap is not None:
+            assert layer.shape.rope is not None
+            nearer = layer.shape.rope.turn(part, gap, back=True).to(part.dtype)
+            for start, stop in blocks:
+                if start < layer.keep.shifted:
+                    end = min(stop, layer.keep.shifted)
+                    scores[..., start:end] = store.score(nearer, start, end)
         scores[..., stored:] = part @ new_keys[:, :, :fresh].transpose(-1, -2)
         scores *= scale
         if softcap is not None:
             scores = torch.tanh_(scores.div_(softcap)).mul_(softcap)
+        if counts is not None:
+            scores[..., :stored] += counts.unsqueeze(2)
         shaped = scores.view(b, hk, group, last - first, stored + fresh)
+        if chosen is not None:
+            shaped[..., :stored].masked_fill_(~chosen[:, :, None, first:last], float("-inf"))
         hidden = _hidden(layer, rule, q_len, first, last, fresh)
         if hidden is not None:
             shaped.masked_fill_(hidden, float("-inf"))
@@ -262,6 +280,30 @@ def attend(
             mixed += store.mix(flat[..., start:stop], start, stop)
         out[:, :, first:last] = mixed.view(b, hk, group, last - first, -1).reshape(b, hq, last - first, -1)
     return out, evidence, scratch
+
+
+def _picked(
+    layer: Layer, query: Tensor, chosen: Tensor, rule: Rule, scale: float, softcap: float | None, sinks: Tensor | None
+) -> tuple[Tensor, None, int]:
+    """One query a head ``[B, Hk, G, 1, D]`` that reads only the ``chosen`` tokens (bool ``[B, Hk, stored]``, as many in every head) and its own."""
+    assert layer.new_keys is not None and layer.new_values is not None
+    b, hk, group, _, d = query.shape
+    stored, count = chosen.shape[2], int(chosen[0, 0].sum())
+    index = chosen.nonzero()[:, 2].view(b, hk, count)
+    keys, values = layer.store.rows_at(index)
+    keys, values = torch.cat([keys, layer.new_keys.float()], 2), torch.cat([values, layer.new_values.float()], 2)
+    scores = query.view(b, hk, group, d).float() @ keys.mT * scale
+    if softcap is not None:
+        scores = torch.tanh_(scores.div_(softcap)).mul_(softcap)
+    hidden = _hidden(layer, rule, 1, 0, 1, 1)
+    if hidden is not None:
+        at = torch.cat([index, torch.full_like(index[..., :1], stored)], 2)
+        scores.masked_fill_(hidden[:, :, 0].expand(b, hk, 1, -1).gather(3, at.unsqueeze(2)), float("-inf"))
+    weights = _softmax(scores.unsqueeze(3), sinks)
+    if rule.padding is not None:
+        weights = weights.nan_to_num_(0.0)
+    out = (weights.squeeze(3) @ values).to(layer.new_values.dtype)
+    return out.view(b, hk * group, 1, -1), None, keys.nbytes + values.nbytes + 2 * scores.nbytes
 
 
 def fused(query: Tensor) -> bool:

@@ -17,9 +17,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 from kvlab import attention, rope
 from kvlab.buffer import Buffer
 from kvlab.errors import UnsupportedModel
-from kvlab.keep.base import PROTECTED, Held, Keep, Visible
+from kvlab.history import History
+from kvlab.keep.base import PROTECTED, ROLES, Held, Keep, KeepState, Room, Visible
 from kvlab.memory import Memory, Part
-from kvlab.store.base import LayerShape, StoreState
+from kvlab.store.base import LayerShape, StoreState, fitting
 from kvlab.strategy import Strategy
 
 
@@ -61,6 +62,9 @@ class Layer(CacheLayerMixin):
         self.reads = 0
         self.waits = False  # steps may be taken back: nothing is written down or dropped before crop() confirms them
         self.columns, self.evidence = Buffer("columns", shared=True), Buffer("evidence")
+        self.counts = Buffer("counts")  # how many tokens each row stands for, once any were merged
+        self.remembered = KeepState()
+        self._rows: dict[float, int] = {}
         self.padding: Tensor | None = None
         self.is_initialized = False
         self.held_bytes = 0
@@ -76,6 +80,7 @@ class Layer(CacheLayerMixin):
         self.shape = LayerShape(self.number, len(cache.layers), batch, kv_heads, key_dim, value_dim, dtype, device, rope)
         self.store = cache.strategy.store.state(self.shape)
         self.store.columns = self.columns
+        self.remembered = self.keep.state(cache.query_heads or kv_heads, kv_heads, batch, key_dim, rope, self.number)
         self.is_initialized = True
 
     @torch.compiler.disable
@@ -144,7 +149,9 @@ class Layer(CacheLayerMixin):
             rows = len(self.store) - drop
             self.store.truncate(rows)
             self.evidence.truncate(rows)
+            self.counts.truncate(rows)
             self.columns.truncate(rows)
+            self.remembered.truncate(rows)
             if self.padding is not None:
                 self.padding = self.padding[:, : self.seen]
             limit = self.limit
@@ -179,12 +186,35 @@ class Layer(CacheLayerMixin):
     @property
     def limit(self) -> int | None:
         """Tokens a head may hold after each step."""
-        return self.keep.limit(self.number, len(self.cache.layers))
+        return self.keep.limit(Room(self.number, len(self.cache.layers), max(self.seen, 1), self._rows_in))
+
+    def _rows_in(self, size: float) -> int:
+        if size not in self._rows:
+            shape = self.shape
+            self._rows[size] = fitting(self.cache.strategy.store, shape, size, self.keep.beside(shape.batch, shape.kv_heads))
+        return self._rows[size]
 
     @property
     def observes(self) -> bool:
         """Whether the keep wants to see attention's weights."""
         return "attention" in self.keep.needs
+
+    @property
+    def looks(self) -> bool:
+        """Whether the keep chooses, for each query, which of the stored tokens are read."""
+        return self.keep.looks
+
+    def gap(self) -> Tensor | None:
+        """How many tokens are missing behind the first ones that are read nearer than they stood, int64 ``[b, h, 1]``; None where nothing is missing."""
+        first = self.keep.shifted
+        if not first or not len(self.columns) or len(self.columns) <= first:
+            return None
+        columns = self.columns.view()
+        return (columns[..., first : first + 1] - columns[..., first - 1 : first] - 1).long()
+
+    def log_counts(self) -> Tensor | None:
+        """What a merged token's score is raised by, float32 ``[B, H, stored]``: the log of how many tokens it stands for."""
+        return self.counts.view().log() if len(self.counts) else None
 
     @property
     def watch(self) -> attention.Watch | None:
@@ -234,13 +264,21 @@ class Layer(CacheLayerMixin):
             if len(self.evidence) and self.keep.carries:
                 evidence[..., :stored] += self.evidence.view()
             self.evidence.set(evidence)
+        if self.looks:
+            self.remembered.write(keys, stored)
+        if len(self.counts):
+            self.counts.append(torch.ones((*self.counts.shape[:2], new), device=keys.device))
         limit = None if self.may_roll_back else self.limit
         if limit is not None and not stored and new > limit:  # a prompt is judged before anything is copied
             columns = torch.arange(self.seen - new, self.seen, device=keys.device).view(1, 1, -1)
-            index = survivors(self._priority(columns, keys.float), limit - self.keep.slack, [])
+            held, priority = self._priority(columns, keys.float, values.float)
+            index = survivors(priority, limit - self.keep.slack, [])
             assert index is not None
-            keys, values = _take(keys, index), _take(values, index)
-            self._record(columns, index)
+            if self.keep.merges:
+                keys, values = (x.to(keys.dtype) for x in self._fold(held, index, 0))
+            else:
+                keys, values = _take(keys, index), _take(values, index)
+            self._record(columns, index, priority)
             self.store.append(keys, values)
         else:
             if len(self.columns):
@@ -255,26 +293,52 @@ class Layer(CacheLayerMixin):
     def _select(self, limit: int) -> None:
         """Keep the ``limit`` most worthy of the rows in the store."""
         columns = self.columns_with(torch.empty(0, dtype=torch.int64, device=self.shape.device))
-        priority = self._priority(columns, self._keys)
+        held, priority = self._priority(columns, self._keys, self._values)
         index = survivors(priority, limit, self.store.borders)
         if index is None:
             self.store.thaw()
             index = survivors(priority, limit, [])
             assert index is not None
-        self.store.select(index)
-        self._record(columns, index)
+        if self.keep.merges:
+            first = self.store.plain_from
+            kept = int((index[0, 0] < first).sum())
+            keys, values = self._fold(held, index, first)
+            self.store.select(index)
+            self.store.rewrite(kept, keys[:, :, kept:], values[:, :, kept:])
+        else:
+            self.store.select(index)
+        self._record(columns, index, priority)
 
-    def _record(self, columns: Tensor, index: Tensor) -> None:
+    def _fold(self, held: Held, index: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        b, h, n = self.shape.batch, self.shape.kv_heads, held.columns.shape[2]
+        counts = self.counts.view() if len(self.counts) else torch.ones((b, h, n), device=index.device)
+        keys, values, counts = self.keep.fold(held, index.expand(b, h, -1), first, counts)
+        if bool((counts != 1).any()):
+            self.counts.set(counts)
+        elif len(self.counts):
+            self.counts.clear()
+        return keys, values
+
+    def _record(self, columns: Tensor, index: Tensor, priority: Tensor) -> None:
+        history = self.cache.recorded
+        if history is not None:
+            history.note(self.number, columns, index, priority, self.seen)
         self.columns.set(columns.expand(*index.shape[:2], -1).gather(2, index).int())
         if len(self.evidence):
             self.evidence.select(index)
+        if len(self.counts) and len(self.counts) != index.shape[2]:
+            self.counts.select(index)
         self.evicted = True
 
     def _keys(self) -> Tensor:
         """The keys of all rows in the store, float32 ``[B, H, n, D]``."""
         return torch.cat([self.store.key_rows(start, stop) for start, stop in self.store.blocks(attention.MANY)], 2)
 
-    def _priority(self, columns: Tensor, keys: Callable[[], Tensor]) -> Tensor:
+    def _values(self) -> Tensor:
+        """The values of all rows in the store, float32 ``[B, H, n, D]``."""
+        return torch.cat([self.store.value_rows(start, stop) for start, stop in self.store.blocks(attention.MANY)], 2)
+
+    def _priority(self, columns: Tensor, keys: Callable[[], Tensor], values: Callable[[], Tensor]) -> tuple[Held, Tensor]:
         if self.padding is None:
             positions = columns
         else:
@@ -282,15 +346,19 @@ class Layer(CacheLayerMixin):
             at = columns.expand(self.padding.shape[0], -1, -1)
             real = attention._gather_padding(self.padding, columns)
             positions = count.unsqueeze(1).expand(-1, at.shape[1], -1).gather(2, at).masked_fill(~real, -1)
-        held = Held(columns, positions, self.seen, self.evidence.view() if len(self.evidence) else None, keys)
+        evidence = self.evidence.view() if len(self.evidence) else None
+        roles, turns = self.cache.spoken(self.seen) if "roles" in self.keep.needs else (None, None)
+        held = Held(columns, positions, self.seen, evidence, keys, values, roles, turns, self.remembered)
         priority = self.keep.priority(held)
-        return priority.masked_fill(positions < 0, -PROTECTED)
+        return held, priority.masked_fill(positions < 0, -PROTECTED)
 
     # the lab's side
 
     def buffers(self) -> list[Buffer]:
         """Everything that holds bytes between two steps."""
-        return [*self.store.buffers(), self.columns, self.evidence] if self.is_initialized else []
+        if not self.is_initialized:
+            return []
+        return [*self.store.buffers(), self.columns, self.evidence, self.counts, *self.remembered.buffers()]
 
     def at_hand(self) -> _AtHand:
         """``with layer.at_hand():`` has the layer's bytes on the compute device."""
@@ -393,6 +461,11 @@ class KVCache(Cache):
         self.strategy = strategy or Strategy()
         self.watching: dict[int, attention.Watch] = {}
         self.read: list[int] = []  # ids that lab.generate fed, to notice an old prompt
+        self.recorded: History | None = None
+        self.spans: list[tuple[int, str]] = []  # where each message begins, and who speaks
+        self._spoken_for = 0  # columns up to here are some message's
+        config: Any = model.config
+        self.query_heads = int(getattr(config.get_text_config(decoder=True), "num_attention_heads", 0) or 0)
         self._modules, self._owner = frozenset(map(id, model.modules())), type(model).__name__
         self._model = weakref.ref(model)
         super().__init__(
@@ -402,7 +475,7 @@ class KVCache(Cache):
             ]
         )
         self.device = devices.pop()
-        self.ropes = ropes(model) if "rope" in self.strategy.store.needs else None
+        self.ropes = ropes(model) if "rope" in self.strategy.store.needs | self.strategy.keep.needs else None
         self.place = self.strategy.place.state(self.layers, self.device)
         self.high_water = 0
         self._held = 0
@@ -413,8 +486,13 @@ class KVCache(Cache):
         Raises ``RuntimeError`` after a step that failed half-way, ``ValueError`` for keys that are NaN or infinite (looked at on a CPU only: on a
         GPU it would cost a wait a layer).
         """
+        total = layer.seen + keys.shape[2]
+        if "roles" in layer.keep.needs and (limit := layer.limit) is not None and total > limit:
+            if keys.shape[0] > 1:
+                raise ValueError(f"{type(layer.keep).__name__}: the batch has {keys.shape[0]} rows, and only one conversation is known (allowed: 1)")
+            layer.keep.admit(*self.spoken(total), limit)
         first = next((other for other in self.layers if other.is_initialized), layer)
-        if first is not layer and layer.seen + keys.shape[2] != first.seen:
+        if first is not layer and total != first.seen:
             raise RuntimeError(
                 f"layer {layer.number} has seen {layer.seen} tokens, layer {first.number} {first.seen}: an earlier step failed half-way. reset() the cache."
             )
@@ -445,7 +523,9 @@ class KVCache(Cache):
         self.place.close()
         self.place = self.strategy.place.state(self.layers, self.device)
         self.high_water = self._held = 0
-        self.read = []
+        self.read, self.spans, self._spoken_for = [], [], 0
+        if self.recorded is not None:
+            self.recorded = History(len(self.layers))
 
     def crop(self, tokens_to_remove: int) -> None:
         for layer in self.layers:
@@ -454,6 +534,44 @@ class KVCache(Cache):
     def watch(self, watch: attention.Watch) -> None:
         """Record one head's attention from now on."""
         self.watching[watch.layer] = watch
+
+    def history(self) -> History:
+        """From now on, when each token left each head, and on what evidence (:class:`kvlab.history.History`); the same object at every call."""
+        if self.recorded is None:
+            self.recorded = History(len(self.layers))
+        return self.recorded
+
+    def annotate(self, role: str, tokens: int | None = None) -> None:
+        """The next ``tokens`` tokens to be read are one message by ``role``; None: all that come until the next message is named.
+
+        ``keep.Conversation`` goes by it; ``lab.chat`` says it. A turn begins with each message by "user".
+
+        Raises ``ValueError``: a role that is not one of "system", "user", "assistant", "tool", fewer than 1 token, or a batch of several rows.
+        """
+        if role not in ROLES:
+            raise ValueError(f"annotate: role={role!r} is not one of {', '.join(ROLES)}")
+        if tokens is not None and tokens < 1:
+            raise ValueError(f"annotate: tokens={tokens} is out of range (allowed: 1 or more, or None)")
+        first = next((layer for layer in self.layers if layer.is_initialized), None)
+        if first is not None and first.shape.batch > 1:
+            raise ValueError(
+                f"annotate: the cache holds {first.shape.batch} rows, and they would not share one conversation (allowed: 1)"
+            )
+        begin = max(self.get_seq_length(), self._spoken_for)
+        self.spans.append((begin, role))
+        self._spoken_for = begin if tokens is None else begin + tokens
+
+    def spoken(self, seen: int) -> tuple[Tensor, Tensor]:
+        """Role and turn of each of the first ``seen`` columns, int64 ``[seen]``. Raises ``ValueError`` where nobody is known to speak."""
+        if not self.spans or self.spans[0][0] > 0:
+            raise ValueError(
+                "this cache was not told who speaks: use lab.chat(...), or cache.annotate(role, tokens) before the tokens are read"
+            )
+        starts = [start for start, _ in self.spans]
+        lengths = torch.tensor([end - start for start, end in itertools.pairwise([*starts, max(seen, starts[-1])])])
+        roles = torch.tensor([ROLES.index(role) for _, role in self.spans])
+        turns = (roles == ROLES.index("user")).cumsum(0)
+        return roles.repeat_interleave(lengths)[:seen].to(self.device), turns.repeat_interleave(lengths)[:seen].to(self.device)
 
     def close(self) -> None:
         """Give back files and host memory."""

@@ -36,13 +36,19 @@ class Rope:
     def turn(self, x: Tensor, columns: Tensor, back: bool = False) -> Tensor:
         """``x`` ``[B, H, n, D]`` turned by positions ``columns`` (int64 ``[1 or B, 1 or H, n]``), or turned back -> float32."""
         x, (cos, sin) = x.float(), self._waves(columns)
+        return self._turned(x, cos, -sin if back else sin)
+
+    def average(self, first: int, last: int, dim: int, device: torch.device) -> Tensor:
+        """The mean of the turns by ``first`` to ``last - 1`` positions, as a matrix: float32 ``[dim, dim]``, to be applied to a vector from the left."""
+        cos, sin = self.table(last, device)[first:last].double().mean(0).float().chunk(2)
+        return self._turned(torch.eye(dim, device=device), cos, sin).mT
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         own, rest = x[..., : self.dims], x[..., self.dims :]
         if self.interleaved:
             first, second = own[..., ::2], own[..., 1::2]
         else:
             first, second = own.chunk(2, -1)
-        if back:
-            sin = -sin
         one, two = first * cos - second * sin, second * cos + first * sin
         turned = torch.stack([one, two], -1).flatten(-2) if self.interleaved else torch.cat([one, two], -1)
         return torch.cat([turned, rest], -1) if rest.shape[-1] else turned

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 AXES = ("keep", "store", "place")
-#: What the cache itself offers: attention's weights, the keys it holds, and how the model's layers turn their keys by position.
-CACHE = frozenset({"attention", "keys", "rope"})
+#: What the cache itself offers: attention's weights and queries, the keys and values it holds, how the model's layers turn their keys by position, and
+#: who speaks in a conversation, once it was told.
+CACHE = frozenset({"attention", "queries", "keys", "rope", "roles"})
 #: axis -> class name -> class, in the order of definition.
 registry: dict[str, dict[str, type[Method]]] = {axis: {} for axis in AXES}
 
@@ -32,6 +33,9 @@ class Setting:
     help: str = ""
     title: str = ""
     covers: bool = False  # at a value that covers the sequence nothing is lost
+    also: Callable[[Any], bool] | None = (
+        None  # other ways of saying it than by the default's kind; raises ValueError for a wrong one
+    )
 
     def check(self, owner: str, name: str, value: Any, default: Any) -> None:
         """Raise ``ValueError`` naming the setting, the value and the allowed range; ``TypeError`` never: panels show one kind."""
@@ -39,6 +43,12 @@ class Setting:
             if not any(value == choice and type(value) is type(choice) for choice in self.choices):
                 raise ValueError(f"{owner}: {name}={value!r} is not one of {', '.join(map(repr, self.choices))}")
             return
+        if self.also is not None:
+            try:
+                if self.also(value):
+                    return
+            except ValueError as error:
+                raise ValueError(f"{owner}: {name}={value!r} {error}") from None
         if isinstance(default, Method):
             if not isinstance(value, Method) or value.axis != default.axis:
                 raise ValueError(f"{owner}: {name}={value!r} must be a method of the {default.axis} axis")
@@ -78,12 +88,14 @@ def param(
     help: str = "",
     title: str = "",
     covers: bool = False,
+    also: Callable[[Any], bool] | None = None,
 ) -> Any:
     """Declare one setting of a method: its default, bounds (inclusive) or choices, unit and help text.
 
-    ``covers``: a number of tokens; where it covers the sequence, the method loses nothing. The parity tests find it by this.
+    ``covers``: a number of tokens; where it covers the sequence, the method loses nothing. The parity tests find it by this. ``also(value)``: True for a
+    value that is fine in another form than the default's, ``ValueError`` for one that means to be and is wrong.
     """
-    setting = Setting(low, high, step, choices, unit, help, title, covers)
+    setting = Setting(low, high, step, choices, unit, help, title, covers, also)
     return dataclasses.field(default=default, metadata={"setting": setting})
 
 
@@ -125,7 +137,8 @@ class Method:
         """This method with room for ``tokens`` tokens, so that nothing of them is lost; None if it always loses something."""
         for name, setting in self.settings().items():
             if setting.covers:
-                return dataclasses.replace(self, **{name: max(getattr(self, name), tokens)})  # type: ignore[type-var]
+                now = getattr(self, name)
+                return dataclasses.replace(self, **{name: max(now, tokens) if isinstance(now, int) else tokens})  # type: ignore[type-var]
         inner = {name: value for name in self.settings() if isinstance(value := getattr(self, name), Method)}
         if inner:
             full = {name: value.covering(tokens) for name, value in inner.items()}

@@ -19,6 +19,8 @@ from kvlab.attention import detach
 Allowed = Callable[[int, Tensor, Tensor], Tensor]
 _now: list[Allowed | None] = [None]
 keys: dict[int, Tensor] = {}  # of the layer that is asked about: float64 [B, Hk, n, D]
+values: dict[int, Tensor] = {}
+queries: dict[int, Tensor] = {}  # float64 [B, Hq, n, D]
 
 
 def _attention(
@@ -33,9 +35,11 @@ def _attention(
     see = torch.ones(n, n, dtype=torch.bool, device=query.device).tril() if mask is None else mask
     see = see.expand(b, hq, n, n)
     narrow = _now[0]
-    keys[module.layer_idx] = key.double()
-    if narrow is not None:
-        see = see & narrow(module.layer_idx, scores.masked_fill(~see, float("-inf")), see)
+    keys[module.layer_idx], values[module.layer_idx], queries[module.layer_idx] = key.double(), value.double(), query.double()
+    if narrow is not None:  # it may also change the scores of what it leaves, in place
+        masked = scores.masked_fill(~see, float("-inf"))
+        see = see & narrow(module.layer_idx, masked, see)
+        scores = masked
     weights = _softmax(scores.masked_fill(~see, float("-inf")), options.get("s_aux"))
     return (weights @ v).transpose(1, 2).to(query.dtype).contiguous(), None
 

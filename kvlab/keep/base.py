@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from kvlab.buffer import Buffer
+from kvlab.rope import Rope
 from kvlab.strategy import Method, param
 
 PROTECTED = float("inf")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a keep is asked for its limit. ``seen``: tokens the layer has read, padding included.
+
+    ``rows_in(bytes)``: how many tokens of this layer fit into so many bytes as the store writes them, what the keep itself holds of them included.
+    """
+
+    layer: int = 0
+    layers: int = 1
+    seen: int = 0
+    rows_in: Callable[[float], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -22,7 +39,9 @@ class Held:
     ``positions``: int64 ``[b, h, n]``, its number among the real tokens of its row (negative: padding).
     ``seen``: tokens the cache has seen, padding included; the newest has the column ``seen - 1``.
     ``evidence``: float32 ``[B, H, n]``, what :meth:`Keep.observe` has said of each; None unless the method ``needs`` attention.
-    ``keys``: gives the keys as they are held, float32 ``[B, H, n, D]`` (a copy).
+    ``keys``, ``values``: give them as they are held, float32 ``[B, H, n, D]`` (a copy).
+    ``roles``, ``turns``: of each column, as ``KVCache.annotate`` was told (int64 ``[seen]``, an index into :data:`ROLES` and the number of the turn).
+    ``state``: what :meth:`Keep.state` made for this layer.
     """
 
     columns: Tensor
@@ -30,11 +49,42 @@ class Held:
     seen: int
     evidence: Tensor | None = None
     keys: Callable[[], Tensor] | None = None
+    values: Callable[[], Tensor] | None = None
+    roles: Tensor | None = None
+    turns: Tensor | None = None
+    state: Any = None
 
     def protect(self, priority: Tensor, sinks: int, recent: int) -> Tensor:
         """``priority`` with the first ``sinks`` real tokens and the newest ``recent`` ones beyond reach."""
         safe = (self.positions < sinks) | (self.columns >= self.seen - recent)
         return torch.where(safe, PROTECTED, priority)
+
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class KeepState:
+    """What a keep remembers of one layer beside what it said of each token: nothing, unless a method says otherwise."""
+
+    def meet(self, query: Tensor, columns: Tensor, real: Tensor | None) -> None:
+        """A step's queries ``[B, Hq, Q, D]``, scaled so that the square root of D is what a score is divided by, before anything is judged.
+
+        ``columns`` int64 ``[1, 1, Q]``; ``real`` bool ``[B, Q]``, None where nothing is padding.
+        """
+
+    def look(self, query: Tensor, tokens: int) -> Tensor | None:
+        """Which of the stored ``tokens`` these queries ``[B, H, G, q, D]`` need: bool ``[B, H, q, tokens]``; None: all of them."""
+        return None
+
+    def write(self, keys: Tensor, start: int) -> None:
+        """Keys ``[B, H, n, D]`` of the rows from ``start`` on, which come after all others."""
+
+    def truncate(self, rows: int) -> None:
+        """Only the first ``rows`` tokens are left."""
+
+    def buffers(self) -> list[Buffer]:
+        """Everything that holds bytes, the batch along dim 0."""
+        return []
 
 
 class Keep(Method, abstract=True):
@@ -44,9 +94,21 @@ class Keep(Method, abstract=True):
     carries: ClassVar[bool] = True  # what earlier steps observed is added to; False: each step's word replaces it
     differs: ClassVar[str] = "never"  # who may hold other tokens than another: "never", a "row" of the batch, a "head"
 
-    def limit(self, layer: int = 0, layers: int = 1) -> int | None:
+    merges: ClassVar[bool] = False  # evicted tokens are folded into kept ones by :meth:`fold`
+    looks: ClassVar[bool] = False  # its state says which of the stored tokens a query needs, and only those are read
+
+    def state(self, heads: int, kv_heads: int, batch: int, dim: int, rope: Rope | None, layer: int) -> KeepState:
+        """What to remember of one layer. ``heads``: query heads; ``dim``: of a key; ``rope``: how keys are turned, if the method ``needs`` it."""
+        return KeepState()
+
+    def limit(self, room: Room) -> int | None:
         """Tokens a head of this layer may hold after each step; None for no limit."""
         return None
+
+    @property
+    def shifted(self) -> int:
+        """How many of the first tokens are read as if they stood right before the other held ones; 0: every token at its true position."""
+        return 0
 
     @property
     def slack(self) -> int:
@@ -65,10 +127,26 @@ class Keep(Method, abstract=True):
         """
         return weights.sum((2, 3))
 
+    def beside(self, batch: int, kv_heads: int) -> float:
+        """Bytes of one layer for each held token beside the store's: its column, once any has gone, and its evidence."""
+        lists = {"never": 1, "row": batch, "head": batch * kv_heads}[self.differs]
+        return 4.0 * lists * ("evict" in self.needs) + 4.0 * batch * kv_heads * ("attention" in self.needs)
+
     def priority(self, held: Held) -> Tensor:
         """float32 ``[b, h, n]``: who stays when room is short, the highest first, ties to the newest. ``PROTECTED`` never goes.
 
         Padding needs no care: it goes first, whatever is said here.
+        """
+        raise NotImplementedError
+
+    def admit(self, roles: Tensor, turns: Tensor, limit: int) -> None:
+        """Before a step is taken, where roles matter: of every token there will be. Raises ``ValueError`` if no ``limit`` tokens can be chosen."""
+
+    def fold(self, held: Held, stay: Tensor, first: int, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Fold what goes into what stays, where ``merges``: before any row leaves.
+
+        ``stay``: int64 ``[B, H, m]``, the rows that stay. Rows before ``first`` are written down and cannot change. ``counts``: float32 ``[B, H, n]``,
+        how many tokens each row stands for. Returns the staying keys and values ``[B, H, m, D]`` and their counts ``[B, H, m]``.
         """
         raise NotImplementedError
 
@@ -82,8 +160,52 @@ def budget(default: int = 256) -> int:
         step=16,
         unit="tokens",
         covers=True,
-        help="Tokens a head may hold, the protected ones included.",
+        help="Tokens a head may hold, the protected ones included; or a share of the tokens read (0.2), or bytes of the whole cache ('4 MB').",
+        also=_share_or_bytes,
     )
+
+
+def _share_or_bytes(value: Any) -> bool:
+    if isinstance(value, float):
+        if not 0 < value <= 1:
+            raise ValueError("is no share of the tokens read (allowed: above 0.0 and up to 1.0)")
+        return True
+    if isinstance(value, str):
+        return parse_bytes(value) > 0
+    return False
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """``"4 MB"`` -> 4,000,000. Raises ``ValueError`` for anything but a number above 0 and one of B, KB, MB, GB, KiB, MiB, GiB."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    size = float(found[1]) * _UNITS.get(found[2].upper(), 0) if found else 0
+    if size < 1:
+        raise ValueError("is no number of bytes (allowed: '4 MB', '512 KiB', ...; units B, KB, MB, GB, KiB, MiB, GiB)")
+    return int(size)
+
+
+def tokens_of(budget: int | float | str, room: Room, least: int, owner: str) -> int:
+    """A budget in any of its forms as tokens a head may hold. A share is never less than ``least``, the protected tokens.
+
+    Raises ``ValueError`` if the bytes have no room for ``least`` tokens, or if nobody can tell how many they have room for.
+    """
+    if isinstance(budget, int):
+        return budget
+    if isinstance(budget, float):
+        return max(least, 1, math.ceil(budget * room.seen - 1e-9))
+    if room.rows_in is None:
+        raise ValueError(
+            f"{owner}: budget={budget!r} has no number of tokens without a model and a store (allowed here: tokens, or a share)"
+        )
+    tokens = room.rows_in(parse_bytes(budget) / room.layers)
+    if tokens < max(least, 1):
+        raise ValueError(
+            f"{owner}: budget={budget!r} has room for {tokens} tokens in each of {room.layers} layers (allowed: bytes for {max(least, 1)} or more)"
+        )
+    return tokens
 
 
 def recent(default: int = 64) -> int:
@@ -106,12 +228,12 @@ class Budgeted(Keep, abstract=True):
 
     def check(self) -> None:
         least = self.protected + self.slack
-        if self.budget < max(1, least):
+        if isinstance(self.budget, int) and self.budget < max(1, least):
             why = "recent + sinks" + (" + every - 1" if self.slack else "")
             raise ValueError(f"{type(self).__name__}: budget={self.budget} is below {why} = {least} (allowed: {least} or more)")
 
-    def limit(self, layer: int = 0, layers: int = 1) -> int | None:
-        return self.budget
+    def limit(self, room: Room) -> int | None:
+        return tokens_of(self.budget, room, self.protected + self.slack, type(self).__name__)
 
     @property
     def protected(self) -> int:
@@ -132,7 +254,7 @@ class Visible(Keep, abstract=True):
 
     size: int = 1
 
-    def limit(self, layer: int = 0, layers: int = 1) -> int:
+    def limit(self, room: Room) -> int:
         return self.size
 
     def priority(self, held: Held) -> Tensor:

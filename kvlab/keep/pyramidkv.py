@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvlab.keep.base import Budgeted, Held, Keep
+from kvlab.keep.base import Budgeted, Held, Keep, Room
 from kvlab.keep.snapkv import SnapKV
 from kvlab.strategy import param
 
@@ -53,13 +53,13 @@ class PyramidKV(Keep):
     def protected(self) -> int:
         return int(self.inner.protected)
 
-    def limit(self, layer: int = 0, layers: int = 1) -> int:
-        always = self.protected + self.slack
-        free = self.inner.budget - always
+    def limit(self, room: Room) -> int:
+        mean, always = self.inner.limit(room), self.protected + self.slack
+        if room.layers == 1:
+            return int(mean)
+        free = mean - always
         last = free / self.beta
-        return (
-            always + round(free + (free - last) * (1 - 2 * layer / max(1, layers - 1))) if layers > 1 else int(self.inner.budget)
-        )
+        return always + round(free + (free - last) * (1 - 2 * room.layer / (room.layers - 1)))
 
     def observe(self, weights: Tensor, after: int) -> Tensor:
         return self.inner.observe(weights, after)  # type: ignore[no-any-return]

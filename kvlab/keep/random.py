@@ -27,7 +27,11 @@ class Random(Budgeted):
     seed: int = param(0, low=0, high=65535, step=1, help="Another number, other tokens.")
 
     def worth(self, held: Held) -> Tensor:
-        # a hash of the token's number (Knuth's and Wang's constants): no state, and the same on every device
-        x = (held.columns + 1) * 2654435761 + self.seed * 40503 & 0xFFFFFFFF
-        x = (x ^ x >> 16) * 73244475 & 0xFFFFFFFF
-        return ((x ^ x >> 16) & 0xFFFFFF).float()
+        return chance(held.columns, self.seed)
+
+
+def chance(columns: Tensor, seed: int) -> Tensor:
+    """A number from 0 to 1 for each token, float32: a hash of its column (Knuth's and Wang's constants), without state and the same on every device."""
+    x = (columns + 1) * 2654435761 + seed * 40503 & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 73244475 & 0xFFFFFFFF
+    return ((x ^ x >> 16) & 0xFFFFFF).float() / 0x1000000

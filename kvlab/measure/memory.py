@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from kvlab.geometry import Geometry
-from kvlab.keep.base import Visible
-from kvlab.store.base import LayerShape
+from kvlab.keep.base import Keep, Room, Visible
+from kvlab.store.base import LayerShape, fitting
 from kvlab.strategy import Strategy
 
 
@@ -26,26 +26,42 @@ def predict(geometry: Geometry, strategy: Strategy, tokens: int, *, batch: int =
         raise ValueError(f"batch={batch} is out of range (allowed: 1 or more)")
     if bits not in (16, 32):
         raise ValueError(f"bits={bits} is not one of 16, 32")
-    dtype = torch.float32 if bits == 32 else torch.float16
     out: dict[str, float] = {}
     for number, layer in enumerate(geometry.layers):
         if not layer.kv_heads:
             continue
-        # a layer with a window of its own keeps what its attention can still see, whatever the strategy
-        keep = strategy.keep if layer.window is None else Visible(size=max(1, layer.window - 1))
-        limit = keep.limit(number, len(geometry.layers))
-        rows = tokens if limit is None else min(tokens, limit)
-        shape = LayerShape(
-            number, len(geometry.layers), batch, layer.kv_heads, layer.key_dim, layer.value_dim, dtype, torch.device("cpu")
-        )
+        keep, shape, rows = _held(geometry, strategy, number, tokens, batch, bits)
         parts = strategy.store.predict(rows, shape, evicting=rows < tokens)
-        if limit is not None and tokens > limit:
+        if rows < tokens:
             parts["columns"] = rows * 4 * {"never": 1, "row": batch, "head": batch * layer.kv_heads}[keep.differs]
         if "attention" in keep.needs:
             parts["evidence"] = rows * 4 * batch * layer.kv_heads
         for part, size in parts.items():
             out[part] = out.get(part, 0.0) + size
     return out
+
+
+def held(geometry: Geometry, strategy: Strategy, tokens: int, *, bits: int = 16) -> int:
+    """How many of ``tokens`` tokens a head of the first layer that has a cache still holds."""
+    number = next(i for i, layer in enumerate(geometry.layers) if layer.kv_heads)
+    return _held(geometry, strategy, number, tokens, 1, bits)[2]
+
+
+def _held(
+    geometry: Geometry, strategy: Strategy, number: int, tokens: int, batch: int, bits: int
+) -> tuple[Keep, LayerShape, int]:
+    """What keeps a layer's tokens, its shape, and how many of ``tokens`` a head holds."""
+    layer, layers = geometry.layers[number], len(geometry.layers)
+    # a layer with a window of its own keeps what its attention can still see, whatever the strategy
+    keep: Keep = strategy.keep if layer.window is None else Visible(size=max(1, layer.window - 1))
+    dtype = torch.float32 if bits == 32 else torch.float16
+    shape = LayerShape(number, layers, batch, layer.kv_heads, layer.key_dim, layer.value_dim, dtype, torch.device("cpu"))
+
+    def rows_in(size: float) -> int:
+        return fitting(strategy.store, shape, size, keep.beside(batch, layer.kv_heads))
+
+    limit = keep.limit(Room(number, layers, tokens, rows_in))
+    return keep, shape, tokens if limit is None else min(tokens, limit)
 
 
 def predict_curve(

@@ -22,6 +22,7 @@ from kvlab.cache import KVCache
 from kvlab.lab import Generation, Lab, Progress
 from kvlab.measure.latency import summarize
 from kvlab.measure.look import Attention, Error, Heads, error
+from kvlab.measure.memory import held
 from kvlab.measure.quality import Control, Quality, control, quality
 from kvlab.measure.scale import Prediction, prediction
 from kvlab.measure.tasks import Needle, needle
@@ -220,12 +221,12 @@ class Session:
 
     def _scores(self, request: Request, against: Control, progress: Progress) -> Scores:
         scored = quality(self.lab, request.strategy, against, progress=progress)
-        limit, prefill, step = request.strategy.keep.limit(), against.prefill, against.step
+        prefill, step = against.prefill, against.step
         after_first = torch.arange(len(scored.loss) - 1) // step * step + prefill  # tokens read before each of them was predicted
         seen = torch.cat([torch.tensor([prefill]), after_first])
         chunk = request.strategy.chunk or prefill
         seen[0] = (prefill - 1) // chunk * chunk  # what the last piece of the prompt found evicted
-        evicted = torch.zeros_like(seen) if limit is None else (seen - limit).clamp(min=0)
+        evicted = torch.tensor([n - held(self._geometry, request.strategy, n, bits=self.bits) for n in seen.tolist()])
         return Scores(scored, self._words(against.ids[0, prefill:].tolist()), evicted, prefill, step)
 
     def _words(self, tokens: Any) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvlab.buffer import Buffer
 from kvlab.rope import Rope
 from kvlab.strategy import Method
+from kvlab_kernels import cpu
 from kvlab_kernels.layout import Codes
 
 
@@ -76,6 +77,33 @@ class StoreState(ABC):
     @abstractmethod
     def key_rows(self, start: int, stop: int) -> Tensor:
         """The keys of rows ``start:stop`` as they are stored, float32 ``[B, H, stop - start, Dk]``; within one block of :meth:`blocks`."""
+
+    @abstractmethod
+    def value_rows(self, start: int, stop: int) -> Tensor:
+        """The values of rows ``start:stop``, as :meth:`key_rows`."""
+
+    def rows_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of single rows (int64 ``[B, H, m]``) -> float32 ``[B, H, m, D]``. Here block by block, reading blocks that have any of them."""
+        b, h, m = index.shape
+        keys = index.new_empty((b, h, m, self.shape.key_dim), dtype=torch.float32)
+        values = index.new_empty((b, h, m, self.shape.value_dim), dtype=torch.float32)
+        for start, stop in self.blocks(cpu.MAX_ROWS + 1):
+            inside = (index >= start) & (index < stop)
+            if bool(inside.any()):
+                row, head, at = inside.nonzero(as_tuple=True)
+                wanted = index[row, head, at] - start
+                keys[row, head, at] = self.key_rows(start, stop)[row, head, wanted]
+                values[row, head, at] = self.value_rows(start, stop)[row, head, wanted]
+        return keys, values
+
+    def rewrite(self, first: int, keys: Tensor, values: Tensor) -> None:
+        """Replace rows from ``first`` on by ``[B, H, n, D]``; only in stores that offer "rewrite", and not before :attr:`plain_from`."""
+        raise NotImplementedError
+
+    @property
+    def plain_from(self) -> int:
+        """From which row on tokens are still plain, so that they may be changed."""
+        return len(self)
 
     def keys_at(self, start: int, stop: int) -> tuple[Tensor | Codes, int] | None:
         """The keys of rows ``start:stop`` as they lie, views only, and the row where they begin (a group may begin before ``start``); None if no
@@ -170,6 +198,9 @@ class Around(StoreState):
     def key_rows(self, start: int, stop: int) -> Tensor:
         return self.inner.key_rows(start, stop)
 
+    def value_rows(self, start: int, stop: int) -> Tensor:
+        return self.inner.value_rows(start, stop)
+
     def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None] | None:
         return None  # a kernel would have to know what is done around
 
@@ -213,6 +244,21 @@ class Store(Method, abstract=True):
         ``evicting``: other tokens came and went while these were kept, a few at a time; then the typical case is told.
         """
         raise NotImplementedError
+
+
+def fitting(store: Store, shape: LayerShape, size: float, beside: float) -> int:
+    """How many tokens of one layer fit into ``size`` bytes, with ``beside`` bytes a token held of them elsewhere, after others came and went."""
+
+    def takes(rows: int) -> float:
+        return sum(store.predict(rows, shape, evicting=True).values()) + beside * rows
+
+    low, high = 0, 1
+    while takes(high) <= size:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if takes(middle) <= size else (low, middle)
+    return low
 
 
 def block_rows(shape: LayerShape, floats: int = 1 << 19) -> int:

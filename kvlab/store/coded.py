@@ -118,6 +118,21 @@ class CodedState(StoreState):
         first = len(self.first[0])
         return self.keys.rows(start - first, stop - first) if rows is None else rows.float()
 
+    def value_rows(self, start: int, stop: int) -> Tensor:
+        rows = self._plain(1, start, stop)
+        first = len(self.first[1])
+        return self.values.rows(start - first, stop - first) if rows is None else rows.float()
+
+    @property
+    def plain_from(self) -> int:
+        return max(len(first) + len(side) for first, side in zip(self.first, self.sides, strict=True))
+
+    def rewrite(self, first: int, keys: Tensor, values: Tensor) -> None:
+        for tail, rows in zip(self.tail, (keys, values), strict=True):
+            if rows.shape[2]:
+                tail.view()[:, :, len(tail) - rows.shape[2] :] = to_format(rows, self.plain)
+                tail.dirty = True
+
     def keys_at(self, start: int, stop: int) -> tuple[Tensor | Codes, int] | None:
         rows = self._plain(0, start, stop)
         if rows is not None:

@@ -18,6 +18,7 @@ class Dense(Store):
 
     title = "as it is"
     lossless = True
+    offers = frozenset({"evict", "rewrite"})
 
     def state(self, shape: LayerShape) -> StoreState:
         return DenseState(shape)
@@ -49,6 +50,24 @@ class DenseState(StoreState):
 
     def key_rows(self, start: int, stop: int) -> Tensor:
         return self.keys.view()[:, :, start:stop].float()
+
+    def value_rows(self, start: int, stop: int) -> Tensor:
+        return self.values.view()[:, :, start:stop].float()
+
+    def rows_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = (
+            side.view().gather(2, index[..., None].expand(-1, -1, -1, side.shape[3])).float() for side in (self.keys, self.values)
+        )
+        return keys, values
+
+    @property
+    def plain_from(self) -> int:
+        return 0
+
+    def rewrite(self, first: int, keys: Tensor, values: Tensor) -> None:
+        for side, rows in ((self.keys, keys), (self.values, values)):
+            side.view()[:, :, first:] = rows
+            side.dirty = True
 
     def keys_at(self, start: int, stop: int) -> tuple[Tensor, int]:
         return self.keys.view()[:, :, start:stop], start

@@ -82,6 +82,10 @@ class Int(Store):
     def coding(self) -> Coding:
         return Coding(self.bits, SCALES[self.scales], self.symmetric, self.clip, "int" if self.levels == "even" else self.levels)
 
+    @property
+    def offers(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset({"evict", "rewrite"} if self.residual else {"evict"})
+
     def check(self) -> None:
         if self.levels == "normal" and (self.bits == 8 or self.clip < 1):
             wrong = f"bits={self.bits}" if self.bits == 8 else f"clip={self.clip}"

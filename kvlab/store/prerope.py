@@ -37,7 +37,7 @@ class PreRope(Store):
 
     @property
     def offers(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(self.inner.offers)
+        return frozenset(self.inner.offers) - {"rewrite"}
 
     def state(self, shape: LayerShape) -> StoreState:
         return before_rope(self.inner.state(shape))

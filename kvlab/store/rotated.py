@@ -94,7 +94,7 @@ class Rotated(Store):
 
     @property
     def offers(self) -> frozenset[str]:  # type: ignore[override]
-        return frozenset(self.inner.offers) if self.heads == 1 else frozenset()
+        return frozenset(self.inner.offers) - {"rewrite"} if self.heads == 1 else frozenset()
 
     def state(self, shape: LayerShape) -> StoreState:
         return RotatedState(self, shape)
@@ -205,6 +205,9 @@ class RotatedState(Around):
 
     def key_rows(self, start: int, stop: int) -> Tensor:
         return self.read(0, self.inner.key_rows(start, stop))
+
+    def value_rows(self, start: int, stop: int) -> Tensor:
+        return self.read(1, self.inner.value_rows(start, stop))
 
     def buffers(self) -> list[Buffer]:
         return [*self.inner.buffers(), *(turn.order for turn in self.turns if turn is not None and turn.reorder)]

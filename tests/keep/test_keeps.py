@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvlab import KVCache, Strategy, keep, place, store
 from kvlab.cache import forward
-from kvlab.keep.base import Budgeted, Held, Keep
+from kvlab.keep.base import Budgeted, Held, Keep, Room
 from kvlab.strategy import methods
 from tests import explicit as reference
 from tests import zoo
@@ -36,6 +36,16 @@ class Heads:
 
 
 Judge = Callable[[Heads, int], list[dict[int, float]]]  # after a query: for each head, what each held token is worth
+
+
+def fresh(model, strategy: Strategy) -> KVCache:
+    """A cache that knows who speaks: four tokens of a system, then two of a user and five of an answer, again and again."""
+    cache = KVCache(model, strategy)
+    cache.annotate("system", 4)
+    for _ in range(20):
+        cache.annotate("user", 2)
+        cache.annotate("assistant", 5)
+    return cache
 
 
 def definition(judge: Judge, limit: Callable[[int], int], recent: int = RECENT, sinks: int = SINKS, slack: int = 0):
@@ -105,6 +115,76 @@ def keydiff(state: Heads, i: int) -> list[dict[int, float]]:
     return out
 
 
+def turned(x: Tensor, positions: Tensor, back: bool = False) -> Tensor:
+    """``[.., n, D]`` turned by RoPE as complex numbers, float64: halves are a pair, theta 10,000."""
+    half = x.shape[-1] // 2
+    angle = positions.double()[..., None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angle), -angle if back else angle)
+    return torch.cat([z.real, z.imag], -1)
+
+
+def expected(state: Heads, i: int) -> list[dict[int, float]]:
+    q, d = reference.queries[state.layer][0], reference.keys[state.layer].shape[-1]
+    flat = turned(q[:, : i + 1], torch.arange(i + 1), back=True)[:, 4:]
+    turns = [turned(torch.eye(d, dtype=torch.float64), torch.full((d,), float(i + 1 + step))).T for step in range(6)]
+    average = sum(turns) / 6
+    out = []
+    for head, held in enumerate(state.held):
+        keys, total = state.keys(head), 0
+        for one in flat[2 * head : 2 * head + 2]:
+            if not len(one):
+                mean, spread = torch.zeros(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
+            else:
+                mean, spread = average @ one.mean(0), average @ torch.cov(one.T, correction=0).view(d, d) @ average.T
+            logit = keys @ mean / d**0.5 + torch.einsum("ni,ij,nj->n", keys, spread, keys) / (2 * d)
+            total = total + logit.softmax(0) / 2
+        lengths = reference.values[state.layer][0, head, held].norm(dim=-1)
+        out.append(dict(zip(held, (total * lengths).tolist(), strict=True)))
+    return out
+
+
+def quest(layer: int, scores: Tensor, see: Tensor) -> Tensor:
+    """Pages of 8, two of which are read (the newest one among them), in all layers but the first."""
+    keys, query = reference.keys[layer][0], reference.queries[layer][0]
+    out = see.clone()
+    for i in range(scores.shape[2]):
+        pages = [list(range(start, min(start + 8, i))) for start in range(0, i, 8)]
+        if layer == 0 or len(pages) <= 2:
+            continue
+        for head in range(keys.shape[0]):
+            bounds = []
+            for page in pages:
+                low, high = keys[head, page].amin(0), keys[head, page].amax(0)
+                of = [float(torch.maximum(q * low, q * high).sum()) for q in query[2 * head : 2 * head + 2, i]]
+                bounds.append(max(of))
+            best = max(range(len(pages) - 1), key=bounds.__getitem__)
+            read = {*pages[best], *pages[-1], i}
+            for j in range(i):
+                if j not in read:
+                    out[0, 2 * head : 2 * head + 2, i, j] = False
+    return out
+
+
+def streaming(size: int, sinks: int):
+    """Keys turned anew by their place in the cache, and so the query: StreamingLLM as its paper says it."""
+
+    def rule(layer: int, scores: Tensor, see: Tensor) -> Tensor:
+        n = scores.shape[2]
+        at = torch.arange(n)
+        keys, query = (turned(x[layer][0], at, back=True) for x in (reference.keys, reference.queries))
+        out = torch.zeros_like(see)
+        for i in range(n):
+            held = [j for j in range(i) if j < sinks or j >= i - size] + [i]
+            places = torch.arange(len(held))
+            k = turned(keys[:, held], places).repeat_interleave(query.shape[0] // keys.shape[0], 0)
+            q = turned(query[:, i : i + 1], places[-1:])
+            scores[0, :, i, held] = (q @ k.mT)[:, 0] * q.shape[-1] ** -0.5
+            out[0, :, i, held] = True
+        return out
+
+    return rule
+
+
 def flat(_: int) -> int:
     return BUDGET
 
@@ -118,6 +198,9 @@ CASES: list[tuple[Keep, Callable]] = [
     (keep.SnapKV(**COMMON, pool=5), lambda: definition(snapkv, flat)),
     (keep.Scissorhands(**COMMON), lambda: definition(scissorhands, flat)),
     (keep.KeyNorm(**COMMON), lambda: definition(keynorm, flat)),
+    (keep.ExpectedAttention(**COMMON, ahead=6), lambda: definition(expected, flat)),
+    (keep.Quest(budget=16, page=8, dense=1), lambda: quest),
+    (keep.Window(size=10, sinks=3, positions="cache"), lambda: streaming(10, 3)),
     (keep.KeyDiff(**COMMON), lambda: definition(keydiff, flat)),
     # 6 beside the protected, beta 3: the last layer has 2 of them, the first 10, the one between 6
     (keep.PyramidKV(keep.HeavyHitter(**COMMON), beta=3), lambda: definition(mass, lambda layer: 6 + (10, 6, 2)[layer])),
@@ -160,10 +243,10 @@ def test_a_prompt_is_judged_by_its_last_queries():
 def test_a_pyramid_keeps_the_average():
     for layers in (2, 3, 30, 31):
         method = keep.PyramidKV(keep.HeavyHitter(budget=256, recent=32, sinks=4), beta=20)
-        limits = [method.limit(layer, layers) for layer in range(layers)]
+        limits = [method.limit(Room(layer, layers)) for layer in range(layers)]
         assert abs(sum(limits) - 256 * layers) <= layers and limits == sorted(limits, reverse=True)
         assert limits[-1] == 36 + 11 and limits[0] == 36 + 429  # 220 / 20 and 2 x 220 - 11
-    assert [keep.PyramidKV(beta=1).limit(layer, 4) for layer in range(4)] == [256] * 4
+    assert [keep.PyramidKV(beta=1).limit(Room(layer, 4)) for layer in range(4)] == [256] * 4
     with pytest.raises(ValueError, match="Window has no budget to spread"):
         keep.PyramidKV(keep.Window())
 
@@ -184,6 +267,10 @@ EVICTING = [cls for cls in methods("keep").values() if "evict" in cls().needs]
 def small(cls: type[Keep], tokens: int = 16) -> Keep:
     if cls is keep.Window:
         return cls(size=tokens - 2, sinks=2)
+    if cls is keep.Merge:
+        return cls(keep.HeavyHitter(budget=tokens, recent=3, sinks=2))
+    if cls is keep.Conversation:
+        return cls(budget=tokens, inner=keep.HeavyHitter(recent=3, sinks=2))
     if cls is keep.PyramidKV:
         return cls(keep.SnapKV(budget=tokens, recent=3), beta=2)
     return cls(budget=tokens, recent=3, sinks=2)
@@ -192,16 +279,16 @@ def small(cls: type[Keep], tokens: int = 16) -> Keep:
 @pytest.mark.parametrize("cls", EVICTING)
 @pytest.mark.parametrize("chunk", [1, 7, 60])
 def test_the_budget_holds_and_positions_stay_sorted(cls, chunk):
-    model = make_llama()
-    ids = torch.randint(3, 97, (2, 60), generator=torch.Generator().manual_seed(0))
-    padding = (torch.arange(60) >= torch.tensor([0, 9])[:, None]).long()
-    cache = KVCache(model, Strategy(keep=small(cls)))
+    model, rows = make_llama(), 1 if cls is keep.Conversation else 2
+    ids = torch.randint(3, 97, (rows, 60), generator=torch.Generator().manual_seed(0))
+    padding = (torch.arange(60) >= torch.tensor([0, 9][:rows])[:, None]).long()
+    cache = fresh(model, Strategy(keep=small(cls, 40)))
     for start in range(0, 60, chunk):
         forward(model, ids[:, start : start + chunk], cache, padding[:, : start + chunk])
         for number, layer in enumerate(cache.layers):
             columns = layer.dense()[2]
-            assert len(layer.store) <= small(cls).limit(number, 3) and (columns.diff(dim=2) > 0).all()
-    assert sum(len(layer.store) for layer in cache.layers) >= 3 * 16 - 3
+            assert len(layer.store) <= small(cls, 40).limit(Room(number, 3)) and (columns.diff(dim=2) > 0).all()
+    assert sum(len(layer.store) for layer in cache.layers) >= 3 * 40 - 3
 
 
 @pytest.mark.parametrize("cls", EVICTING)
@@ -213,7 +300,7 @@ def test_a_later_token_changes_nothing_before_it(cls):
     other[0, 40] = (other[0, 40] - 2) % 90 + 3
     logits = []
     for text in (ids, other):
-        cache = KVCache(model, Strategy(keep=small(cls)))
+        cache = fresh(model, Strategy(keep=small(cls, 30)))
         logits.append([forward(model, text[:, a:b], cache) for a, b in ((0, 20), (20, 40), (40, 41))])
     assert all(torch.equal(a, b) for a, b in zip(logits[0][:2], logits[1][:2], strict=True))
     assert not torch.equal(logits[0][2], logits[1][2])

@@ -10,6 +10,7 @@ import torch
 from kvlab import KVCache, Strategy, keep, store
 from kvlab.cache import forward
 from kvlab.geometry import Geometry
+from kvlab.keep.base import Room
 from kvlab.measure import predict
 from kvlab.rope import Rope
 from kvlab.store.base import LayerShape
@@ -293,7 +294,7 @@ def test_eviction_takes_the_same_rows_from_what_is_stored(method):
         cache = KVCache(model, strategy)
         for start in range(0, 80, 8):
             forward(model, ids[:, start : start + 8], cache)
-        limit = strategy.keep.limit()
+        limit = strategy.keep.limit(Room(seen=80))
         for layer in cache.layers:
             keys, values, columns = layer.dense()
             assert keys.shape[2] == limit == columns.shape[2] and (columns.diff(dim=2) > 0).all()

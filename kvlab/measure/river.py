@@ -1,0 +1,169 @@
+"""What became of every token of a text: when each head let it go, on what evidence, and how much attention that cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlab.cache import KVCache, Layer
+from kvlab.lab import Lab, Progress
+from kvlab.measure.quality import read
+from kvlab.strategy import Strategy
+
+SINKS = 4
+
+
+@dataclass(frozen=True)
+class River:
+    """One text of ``n`` tokens read through a strategy, and once more through the full cache. L layers, H KV heads.
+
+    ``gone``: how many tokens had been read when a token left a head; 0: it never did. int32 ``[L, H, n]``.
+    ``worth``, ``floor``: what it was worth then, and the least an unprotected token that stayed was worth, by the method's own measure; NaN where it
+    never left. float32 ``[L, H, n]``.
+    ``lost``: of each query, the share of the full cache's attention that lies on tokens this strategy no longer had. float32 ``[L, H, n]``, a
+    mean over the query heads that share a KV head.
+    ``sinks``: the share of all attention of the full cache that the first four tokens get, float32 ``[L, H]``.
+    ``prefill``, ``step``: how the text was read.
+    """
+
+    strategy: Strategy
+    words: tuple[str, ...]
+    prefill: int
+    step: int
+    gone: Tensor
+    worth: Tensor
+    floor: Tensor
+    lost: Tensor
+    sinks: Tensor
+
+    @property
+    def tokens(self) -> int:
+        return len(self.words)
+
+    @property
+    def heads(self) -> int:
+        """Layers times KV heads."""
+        return self.gone.shape[0] * self.gone.shape[1]
+
+    @property
+    def times(self) -> Tensor:
+        """How many tokens had been read after each step, int64 ``[steps]``."""
+        return torch.tensor([self.prefill, *range(min(self.prefill + self.step, self.tokens), self.tokens, self.step), self.tokens]).unique()
+
+    def held(self, time: int) -> Tensor:
+        """By which heads each token is held once ``time`` tokens were read: bool ``[L, H, n]``, False for those that come later."""
+        return ((self.gone == 0) | (self.gone > time)) & (torch.arange(self.tokens) < time)
+
+    def flow(self, rows: int = 256, columns: int = 256) -> tuple[Tensor, Tensor, Tensor]:
+        """The river: the share of heads that hold a token, at each time. float32 ``[rows, columns]`` (token bins, time bins), NaN before a token is read.
+
+        Returns it with the first token of each row and the time of each column (int64), both pooled to at most so many.
+        """
+        if rows < 1 or columns < 1:
+            raise ValueError(f"rows={rows} and columns={columns} must be at least 1")
+        times = self.times
+        times = times[torch.linspace(0, len(times) - 1, min(columns, len(times))).round().long().unique()]
+        edges = torch.linspace(0, self.tokens, min(rows, self.tokens) + 1).round().long()
+        out = torch.full((len(edges) - 1, len(times)), float("nan"))
+        for at, time in enumerate(times.tolist()):
+            share = self.held(time).float().mean((0, 1))
+            for row in range(len(edges) - 1):
+                begin, end = int(edges[row]), min(int(edges[row + 1]), time)
+                if end > begin:
+                    out[row, at] = share[begin:end].mean()
+        return out, edges[:-1], times
+
+    def survival(self) -> Tensor:
+        """The share of all tokens that each head holds in the end, float32 ``[L, H]``."""
+        return self.held(self.tokens).float().mean(2)
+
+    def reach(self) -> Tensor:
+        """How far back each head still sees in the end: the mean age of what it holds, in tokens, float32 ``[L, H]``."""
+        held = self.held(self.tokens).float()
+        ages = self.tokens - 1 - torch.arange(self.tokens, dtype=torch.float32)
+        return (held * ages).sum(2) / held.sum(2).clamp(min=1)
+
+    def overlap(self) -> Tensor:
+        """How alike the choices of two layers are: tokens held by both over tokens held by either, mean over heads of one number. float32 ``[L, L]``."""
+        held = self.held(self.tokens).float()
+        both = torch.einsum("ahn,bhn->abh", held, held)
+        count = held.sum(2)
+        either = count[:, None] + count[None] - both
+        return (both / either.clamp(min=1)).mean(2)
+
+    def lost_by_time(self) -> Tensor:
+        """Mean of ``lost`` over layers and heads, for each query: float32 ``[n]``."""
+        return self.lost.mean((0, 1))
+
+    def left(self, token: int) -> list[tuple[int, int, int, float, float]]:
+        """Every head that let ``token`` go, earliest first: layer, head, tokens read then, its worth, the least worth of those that stayed.
+
+        Raises ``ValueError`` for a token that is not in the text.
+        """
+        if not 0 <= token < self.tokens:
+            raise ValueError(f"token={token} is out of range (allowed: 0 to {self.tokens - 1})")
+        found = [
+            (layer, head, int(self.gone[layer, head, token]), float(self.worth[layer, head, token]), float(self.floor[layer, head, token]))
+            for layer, head in self.gone[:, :, token].nonzero().tolist()
+        ]
+        return sorted(found, key=lambda one: (one[2], one[0], one[1]))
+
+
+class _Lost:
+    """Sums the full cache's attention on tokens that were gone, of one layer."""
+
+    def __init__(self, layer: int, gone: Tensor) -> None:
+        self.layer, self.gone = layer, gone
+        self.lost = torch.zeros(gone.shape)
+        self.sinks, self.queries = torch.zeros(gone.shape[0]), 0
+
+    def take(self, layer: Layer, weights: Tensor, q_len: int, first: int, last: int) -> None:
+        own = weights[0].mean(1).float().cpu()  # [H, q, n]
+        n = own.shape[2]
+        at = layer.seen - q_len + torch.arange(first, last)
+        gone = self.gone[:, None, :n]
+        away = (gone > 0) & (gone <= at[None, :, None])
+        self.lost[:, at] = (own * away).sum(2)
+        self.sinks += own[..., :SINKS].sum((1, 2))
+        self.queries += last - first
+
+
+def river(
+    lab: Lab, strategy: Strategy, ids: Tensor, *, prefill: int | None = None, step: int = 16, progress: Progress | None = None
+) -> River:
+    """Read ``ids`` ``[1, n]`` through ``strategy`` with its history recorded, ``prefill`` tokens (half unless given) and then ``step`` at a time; then
+    through the full cache, to see how much of its attention falls on what was gone.
+
+    Raises ``ValueError`` unless the text has 2 tokens or more and ``1 <= prefill < n``.
+    """
+    n = ids.shape[1]
+    if n < 2:
+        raise ValueError(f"the text has {n} token(s) (allowed: 2 or more)")
+    prefill = n // 2 if prefill is None else prefill
+    cache = KVCache(lab.model, strategy)
+    history = cache.history()
+    read(lab, ids, cache, prefill, step, chunk=strategy.chunk, progress=progress, stage="reading with the strategy")
+    heads = [layer.shape.kv_heads for layer in cache.layers if layer.is_initialized]
+    if len(set(heads)) != 1:
+        raise ValueError(f"the layers of {lab.name} have different numbers of KV heads ({sorted(set(heads))}); this view needs one number")
+    layers = [layer.number for layer in cache.layers if layer.is_initialized]
+    tables = [torch.stack([table(layer, n, heads[0]) for layer in layers]) for table in (history.gone, history.worth, history.floor)]
+    cache.close()
+    full = KVCache(lab.model)
+    watches = [_Lost(layer, gone) for layer, gone in zip(layers, tables[0], strict=True)]
+    for watch in watches:
+        full.watch(watch)  # type: ignore[arg-type]
+    read(lab, ids, full, prefill, step, progress=progress, stage="reading with the full cache")
+    return River(
+        strategy=strategy,
+        words=tuple(lab.tokenizer.decode([token]) for token in ids[0].tolist()),
+        prefill=prefill,
+        step=step,
+        gone=tables[0],
+        worth=tables[1],
+        floor=tables[2],
+        lost=torch.stack([watch.lost for watch in watches]),
+        sinks=torch.stack([watch.sinks / max(1, watch.queries) for watch in watches]),
+    )
