@@ -186,7 +186,13 @@ class Layer(CacheLayerMixin):
     @property
     def limit(self) -> int | None:
         """Tokens a head may hold after each step."""
-        return self.keep.limit(Room(self.number, len(self.cache.layers), max(self.seen, 1), self._rows_in))
+        return self.limit_at(self.seen)
+
+    def limit_at(self, seen: int) -> int | None:
+        """Tokens a head may hold once ``seen`` were read."""
+        return self.keep.limit(
+            Room(self.number, len(self.cache.layers), max(seen, 1), self._rows_in if self.is_initialized else None)
+        )
 
     def _rows_in(self, size: float) -> int:
         if size not in self._rows:
@@ -487,10 +493,7 @@ class KVCache(Cache):
         GPU it would cost a wait a layer).
         """
         total = layer.seen + keys.shape[2]
-        if "roles" in layer.keep.needs and (limit := layer.limit) is not None and total > limit:
-            if keys.shape[0] > 1:
-                raise ValueError(f"{type(layer.keep).__name__}: the batch has {keys.shape[0]} rows, and only one conversation is known (allowed: 1)")
-            layer.keep.admit(*self.spoken(total), limit)
+        self.admit(layer, total, keys.shape[0])
         first = next((other for other in self.layers if other.is_initialized), layer)
         if first is not layer and total != first.seen:
             raise RuntimeError(
@@ -501,6 +504,16 @@ class KVCache(Cache):
                 f"layer {layer.number}: the model's keys are not finite (NaN or infinite) in {keys.dtype}; nothing was stored. Half precision "
                 "overflows on some models: try bfloat16 or float32."
             )
+
+    def admit(self, layer: Layer, total: int, rows: int = 1) -> None:
+        """Raise ``ValueError`` if a keep that goes by roles could not hold what it must of ``total`` tokens in this layer."""
+        if "roles" not in layer.keep.needs or (limit := layer.limit_at(total)) is None or total <= limit:
+            return
+        if rows > 1:
+            raise ValueError(
+                f"{type(layer.keep).__name__}: the batch has {rows} rows, and only one conversation is known (allowed: 1)"
+            )
+        layer.keep.admit(*self.spoken(total), limit)
 
     @property
     def model(self) -> nn.Module:

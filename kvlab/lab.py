@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from kvlab.geometry import Geometry
 from kvlab.memory import Memory
 from kvlab.models import SMOLLM2, load_model
 from kvlab.strategy import Strategy
+
+if TYPE_CHECKING:
+    from kvlab.chat import Chat
 
 #: Called as ``(stage, done, total)`` between steps; an exception raised in it ends the work there (see ``errors.Cancelled``).
 Progress = Callable[[str, int, int], None]
@@ -147,6 +150,20 @@ class Lab:
         text = self.tokenizer.decode([t for t in tokens if t not in stops])
         return Generation(text, tuple(tokens), ids.shape[1], cache.strategy, memory, tuple(growth), first, tuple(times), cold)
 
+    def chat(self, strategy: Strategy | None = None, *, system: str | None = None, cache: KVCache | None = None) -> Chat:
+        """Begin a conversation, to be led by ``chat.say(text)``, one turn at a time through one cache that is told who speaks.
+
+        Args:
+            strategy: for a new cache; leave out when ``cache`` is given.
+            system: what the system says first; None leaves it to the model's chat template.
+            cache: a new cache to use.
+
+        Raises ``ValueError``: a model without a chat template, or a cache that was used before.
+        """
+        from kvlab.chat import chat
+
+        return chat(self, strategy, system=system, cache=cache)
+
     def _check_room(self, ids: Tensor, cache: KVCache, new: int) -> None:
         seen, old = cache.get_seq_length(), cache.read
         if seen and old and ids.shape[1] >= min(len(old), 2) and ids[0].tolist()[: len(old)] == old[: ids.shape[1]]:
@@ -154,7 +171,8 @@ class Lab:
                 f"the prompt's {ids.shape[1]} tokens are already in this cache ({seen} tokens); pass only what is new, or reset() the cache"
             )
         total = seen + ids.shape[1] + new
-        if total > self.context:
+        endless = cache.strategy.keep.endless and max(cache.strategy.chunk or ids.shape[1], 1) <= self.context
+        if total > self.context and not endless:
             raise ValueError(
                 f"prompt and continuation need {total} tokens, more than the model's context (allowed: up to {self.context} tokens)"
             )

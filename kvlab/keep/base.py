@@ -106,6 +106,11 @@ class Keep(Method, abstract=True):
         return None
 
     @property
+    def endless(self) -> bool:
+        """Whether a text may be longer than the model's context: no query is ever further from a token it sees than the budget."""
+        return False
+
+    @property
     def shifted(self) -> int:
         """How many of the first tokens are read as if they stood right before the other held ones; 0: every token at its true position."""
         return 0

@@ -69,7 +69,7 @@ class Conversation(Keep):
         if kept > limit:
             raise ValueError(
                 f"Conversation: budget={self.budget!r} has room for {limit} tokens, but {kept} are protected (system, user, the newest {self.turns} "
-                f"turn(s)); allowed here: {kept} or more. Nothing was read."
+                f"turn(s)); allowed here: {kept} or more"
             )
 
     def _always(self, roles: Tensor, turns: Tensor) -> Tensor:

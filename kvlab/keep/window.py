@@ -40,6 +40,10 @@ class Window(Keep):
         return frozenset({"evict", "rope"} if self.shifted else {"evict"})
 
     @property
+    def endless(self) -> bool:
+        return self.positions == "cache" or not self.sinks
+
+    @property
     def shifted(self) -> int:
         return self.sinks if self.positions == "cache" else 0
 

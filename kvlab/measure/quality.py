@@ -119,7 +119,8 @@ def read(
         raise ValueError(f"prefill={prefill} is out of range (allowed: 1 to {n - 1}, one less than the text's tokens)")
     if step < 1:
         raise ValueError(f"step={step} is out of range (allowed: 1 or more tokens)")
-    if n > lab.context:
+    endless = isinstance(cache, KVCache) and cache.strategy.keep.endless and max(chunk or prefill, step) <= lab.context
+    if n > lab.context and not endless:
         raise ValueError(f"the text has {n} tokens, more than the model's context (allowed: up to {lab.context} tokens)")
     rows = [lab.prefill(ids[:, :prefill], cache, chunk, progress)[0, -1:].float()]
     for start in range(prefill, n, step):

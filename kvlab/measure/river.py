@@ -50,7 +50,9 @@ class River:
     @property
     def times(self) -> Tensor:
         """How many tokens had been read after each step, int64 ``[steps]``."""
-        return torch.tensor([self.prefill, *range(min(self.prefill + self.step, self.tokens), self.tokens, self.step), self.tokens]).unique()
+        return torch.tensor(
+            [self.prefill, *range(min(self.prefill + self.step, self.tokens), self.tokens, self.step), self.tokens]
+        ).unique()
 
     def held(self, time: int) -> Tensor:
         """By which heads each token is held once ``time`` tokens were read: bool ``[L, H, n]``, False for those that come later."""
@@ -105,7 +107,13 @@ class River:
         if not 0 <= token < self.tokens:
             raise ValueError(f"token={token} is out of range (allowed: 0 to {self.tokens - 1})")
         found = [
-            (layer, head, int(self.gone[layer, head, token]), float(self.worth[layer, head, token]), float(self.floor[layer, head, token]))
+            (
+                layer,
+                head,
+                int(self.gone[layer, head, token]),
+                float(self.worth[layer, head, token]),
+                float(self.floor[layer, head, token]),
+            )
             for layer, head in self.gone[:, :, token].nonzero().tolist()
         ]
         return sorted(found, key=lambda one: (one[2], one[0], one[1]))
@@ -147,9 +155,13 @@ def river(
     read(lab, ids, cache, prefill, step, chunk=strategy.chunk, progress=progress, stage="reading with the strategy")
     heads = [layer.shape.kv_heads for layer in cache.layers if layer.is_initialized]
     if len(set(heads)) != 1:
-        raise ValueError(f"the layers of {lab.name} have different numbers of KV heads ({sorted(set(heads))}); this view needs one number")
+        raise ValueError(
+            f"the layers of {lab.name} have different numbers of KV heads ({sorted(set(heads))}); this view needs one number"
+        )
     layers = [layer.number for layer in cache.layers if layer.is_initialized]
-    tables = [torch.stack([table(layer, n, heads[0]) for layer in layers]) for table in (history.gone, history.worth, history.floor)]
+    tables = [
+        torch.stack([table(layer, n, heads[0]) for layer in layers]) for table in (history.gone, history.worth, history.floor)
+    ]
     cache.close()
     full = KVCache(lab.model)
     watches = [_Lost(layer, gone) for layer, gone in zip(layers, tables[0], strict=True)]

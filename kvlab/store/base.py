@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlab.buffer import Buffer
+from kvlab.buffer import SLACK_SHARE, Buffer
 from kvlab.rope import Rope
 from kvlab.strategy import Method
 from kvlab_kernels import cpu
@@ -247,10 +247,13 @@ class Store(Method, abstract=True):
 
 
 def fitting(store: Store, shape: LayerShape, size: float, beside: float) -> int:
-    """How many tokens of one layer fit into ``size`` bytes, with ``beside`` bytes a token held of them elsewhere, after others came and went."""
+    """How many tokens of one layer fit into ``size`` bytes, with ``beside`` bytes a token held of them elsewhere, after others came and went.
+
+    Half of the room that buffers have to grow is counted: some are full, some have just grown.
+    """
 
     def takes(rows: int) -> float:
-        return sum(store.predict(rows, shape, evicting=True).values()) + beside * rows
+        return (sum(store.predict(rows, shape, evicting=True).values()) + beside * rows) * (1 + 0.5 / SLACK_SHARE)
 
     low, high = 0, 1
     while takes(high) <= size:
