@@ -107,7 +107,7 @@ class Chat:
 
     @staticmethod
     def _after(text: str) -> str:
-        before, mark, after = text.rpartition(MARK)
+        _, mark, after = text.rpartition(MARK)
         if not mark:
             raise ValueError("this model's chat template changes what an assistant said; kvlab cannot go on with it turn by turn")
         return after

@@ -132,6 +132,18 @@ def app() -> "typer.Typer":
                 command = "kvlab compare" + "".join(f" --strategy '{text}'" for text in strategy or [])
                 record(out, rows, lab, against, command)
 
+    @commands.command()
+    def study(
+        name: Annotated[str, typer.Argument(help="compress, prefill, recall or stream; see the README.")],
+        model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,
+        out: Annotated[Path | None, typer.Option(help="Add the rows to this JSON-lines file.")] = None,
+    ) -> None:
+        """Run a study of the keep axis and print its table: what a budget costs, what is forgotten, how long a text may be."""
+        import kvlab
+        from kvlab.measure.studies import study as run_study
+
+        run_study(name, kvlab.load(model), typer.echo, out)
+
     bench = typer.Typer(help="Speed, as ratios within one run.", no_args_is_help=True)
     commands.add_typer(bench, name="bench")
 

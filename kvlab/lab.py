@@ -75,6 +75,10 @@ class Lab:
             )
         return ids.to(self.device)
 
+    def encode_long(self, text: str) -> Tensor:
+        """As :meth:`encode`, for a text that may be longer than the model's context (to be read piece by piece)."""
+        return self.tokenizer(text, return_tensors="pt", verbose=False).input_ids.to(self.device)  # type: ignore[no-any-return]
+
     def prefill(self, ids: Tensor, cache: Cache, chunk: int = 0, progress: Progress | None = None) -> Tensor:
         """Feed ``ids`` ``[1, n]``, in pieces of ``chunk`` tokens where that is not 0 -> logits of the last token ``[1, 1, vocabulary]``."""
         if chunk < 0:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvlab.cache import KVCache
 from kvlab.lab import Lab, Progress
+from kvlab.memory import Memory
 from kvlab.strategy import Strategy
 from kvlab.texts import reference_text
 
@@ -57,3 +58,82 @@ def needle(
     cache.read.extend(ids[0].tolist())
     said = lab.generate(question, cache=cache, max_new_tokens=8, progress=progress)
     return Needle(key, depth, cache.get_seq_length(), said.text)
+
+
+NAMES = ("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry")
+
+
+@dataclass(frozen=True)
+class TwoKeys:
+    """Two pass keys in one text, asked for one after the other, in several texts. ``first``, ``second``: whether each text's question was answered.
+
+    ``said``: what was said to each question. ``memory``: of the last text's cache when the text was read and nothing asked yet.
+    """
+
+    first: tuple[bool, ...]
+    second: tuple[bool, ...]
+    said: tuple[tuple[str, str], ...]
+    memory: Memory
+
+    @property
+    def found(self) -> int:
+        return sum(self.first) + sum(self.second)
+
+    @property
+    def asked(self) -> int:
+        return len(self.first) + len(self.second)
+
+
+def two_keys(
+    lab: Lab,
+    strategy: Strategy | None = None,
+    *,
+    tokens: int = 1024,
+    texts: int = 8,
+    seed: int = 0,
+    aware: bool = False,
+    progress: Progress | None = None,
+) -> TwoKeys:
+    """Hide the pass keys of two people in a text of ``tokens`` tokens, a fifth and three fifths in, and ask for the first and then the second.
+
+    The text is read before anything is asked; ``aware`` reads the first question in one piece with the text, which tells a cache that judges by the
+    last queries what to keep, and leaves the second question as the honest one. ``texts``: how many texts, each from another place of the reference text
+    with other people and keys.
+
+    Raises ``ValueError``: fewer than 128 tokens or more than the model's context, fewer than 1 text, or more than the reference text has.
+    """
+    if not 128 <= tokens <= lab.context - 64:
+        raise ValueError(f"tokens={tokens} is out of range (allowed: 128 to {lab.context - 64})")
+    encode, chance = lab.tokenizer.encode, random.Random(f"two keys {seed}")
+    room = tokens - 64
+    most = len(reference_text()) // (6 * room)
+    if not 1 <= texts <= most:
+        raise ValueError(f"texts={texts} is out of range (allowed: 1 to {most} of {tokens} tokens each)")
+    found: tuple[list[bool], list[bool]] = ([], [])
+    said: list[tuple[str, str]] = []
+    places = chance.sample(range(most), texts)
+    for number, place in enumerate(places):
+        names, keys = chance.sample(NAMES, 2), [str(chance.randint(10000, 99999)) for _ in range(2)]
+        facts = [f" The secret pass key for {name} is {key}. Remember it. " for name, key in zip(names, keys, strict=True)]
+        hay = encode(reference_text()[6 * room * place :][: 12 * room])[:room]
+        cut = (room // 5, 3 * room // 5)
+        pieces = [lab.tokenizer.decode(part) for part in (hay[: cut[0]], hay[cut[0] : cut[1]], hay[cut[1] :])]
+        text = pieces[0] + facts[0] + pieces[1] + facts[1] + pieces[2]
+        questions = [f"\n\nThe secret pass key for {name} is" for name in names]
+        cache = KVCache(lab.model, strategy)
+        step = (lambda stage, done, total: progress(f"two keys, text {number + 1} of {texts}", done, total)) if progress else None  # noqa: B023
+        ids = lab.encode(text + questions[0] if aware else text)
+        if aware:
+            made = [lab.generate(ids, cache=cache, max_new_tokens=8, progress=step)]
+            memory = made[0].growth[0][1]
+        else:
+            lab.prefill(ids, cache, cache.strategy.chunk, step)
+            cache.read.extend(ids[0].tolist())
+            memory = cache.memory()
+            made = [lab.generate(questions[0], cache=cache, max_new_tokens=8, progress=step)]
+        made.append(lab.generate(questions[1], cache=cache, max_new_tokens=8, progress=step))
+        cache.close()
+        for right, key, one in zip(found, keys, made, strict=True):
+            right.append(one.text.strip().startswith(key))
+        said.append((made[0].text, made[1].text))
+    return TwoKeys(tuple(found[0]), tuple(found[1]), tuple(said), memory)

@@ -47,7 +47,7 @@ def test_a_share_never_goes_below_what_is_protected():
 STORES = [
     (store.Dense(), 2 * 16 * 4 * 2),
     (store.Int(bits=8, group_size=8, key_axis="token"), None),
-    (store.Int(bits=4, group_size=8), None),
+    (store.Int(bits=4, group_size=16), None),
 ]
 
 

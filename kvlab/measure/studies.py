@@ -1,0 +1,214 @@
+"""Studies of the keep axis, whose rows lie in ``data/results``: what a budget of a fifth costs, what is forgotten, how long a text may be, what
+evidence costs while a prompt is read. `kvlab study NAME` runs one."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvlab.lab import Lab
+from kvlab.measure.quality import control, quality
+from kvlab.measure.result import machine
+from kvlab.measure.stream import stream
+from kvlab.measure.tasks import two_keys
+from kvlab.strategy import Strategy
+from kvlab.texts import reference_text
+
+Row = dict[str, Any]
+keep: Any = importlib.import_module("kvlab.keep")  # by their names in the registry, which no type checker reads
+store: Any = importlib.import_module("kvlab.store")
+
+
+def evictors(budget: int | float) -> dict[str, Strategy]:
+    """Every way to keep ``budget`` tokens, with the settings that its paper or its defaults give, and the controls."""
+    tokens = budget if isinstance(budget, int) else None
+    ways: dict[str, Any] = {
+        "full cache": keep.Everything(),
+        "H2O": keep.HeavyHitter(budget=budget, recent=64),
+        "TOVA": keep.TOVA(budget=budget),
+        "SnapKV": keep.SnapKV(budget=budget),
+        "PyramidKV": keep.PyramidKV(keep.SnapKV(budget=budget)),
+        "Scissorhands": keep.Scissorhands(budget=budget),
+        "ExpectedAttention": keep.ExpectedAttention(budget=budget),
+        "KeyDiff": keep.KeyDiff(budget=budget),
+        "KeyNorm": keep.KeyNorm(budget=budget),
+        "H2O + D2O merging": keep.Merge(keep.HeavyHitter(budget=budget, recent=64)),
+        "H2O + CaM merging": keep.Merge(keep.HeavyHitter(budget=budget, recent=64), how="cam"),
+        "H2O + cluster merging": keep.Merge(keep.HeavyHitter(budget=budget, recent=64), how="clusters"),
+        "random": keep.Random(budget=budget),
+    }
+    if tokens is not None:
+        ways |= {
+            "window + 4 sinks": keep.Window(size=tokens - 4, sinks=4),
+            "window": keep.Window(size=tokens, sinks=0),
+            "Quest (reads a fifth, keeps all)": keep.Quest(budget=tokens // 16 * 16),
+        }
+    return {name: Strategy(keep=way) for name, way in ways.items()}
+
+
+def _texts(lab: Lab, tokens: int, count: int) -> list[Tensor]:
+    """``count`` pieces of the reference text, ``tokens`` each."""
+    ids = lab.encode_long(reference_text())
+    return [ids[:, i * tokens : (i + 1) * tokens] for i in range(count)]
+
+
+def compress(lab: Lab, say: Callable[[str], None]) -> Iterator[Row]:
+    """1,024 tokens read at once and cut down to a fifth (205 tokens a head), the next 128 scored, 16 at a time, over four texts. The budget holds on."""
+    controls = [control(lab, ids) for ids in _texts(lab, 1024 + 128, 4)]
+    for name, strategy in evictors(205).items():
+        runs = [quality(lab, strategy, against) for against in controls]
+        loss, full = (torch.cat([getattr(run, what) for run in runs]).double().mean() for what in ("loss", "full_loss"))
+        row: Row = {
+            "name": name,
+            "strategy": strategy.to_code(),
+            "perplexity_change": float((loss - full).exp()) - 1,
+            "kl": float(torch.cat([run.kl for run in runs]).double().mean()),
+            "agreement": float(torch.cat([run.agree for run in runs]).double().mean()),
+            "ratio": runs[0].memory.ratio,
+        }
+        say(f"{name:34} perplexity {100 * row['perplexity_change']:+8.2f}%  KL {row['kl']:.4f}  agree {row['agreement']:.3f}  {100 * row['ratio']:.1f}% of 16-bit")
+        yield row
+
+
+def recall(lab: Lab, say: Callable[[str], None]) -> Iterator[Row]:
+    """Two pass keys in 1,024 tokens, eight texts, asked for after the text was read: 16 questions, three seeds that nothing was tuned on."""
+    half = "float16"
+    ways = {
+        "full cache": Strategy(),
+        **{name: way for name, way in evictors(205).items() if name in ("H2O", "TOVA", "SnapKV", "window + 4 sinks")},
+        "SnapKV, first question known": Strategy(keep=keep.SnapKV(budget=205)),
+        "everything in 3.2 bits": Strategy(
+            store=store.PreRope(store.Rotated(store.Mixed(bits=3, value_levels="normal", plain=half), kind="random", keys=False))
+        ),
+        "everything in 2.7 bits": Strategy(store=store.PreRope(store.Int(bits=2, plain=half))),
+    }
+    for name, strategy in ways.items():
+        runs = [two_keys(lab, strategy, seed=seed, aware="question known" in name) for seed in (11, 12, 13)]
+        row: Row = {
+            "name": name,
+            "strategy": strategy.to_code(),
+            "found": [run.found for run in runs],
+            "asked": [run.asked for run in runs],
+            "first": [sum(run.first) for run in runs],
+            "second": [sum(run.second) for run in runs],
+            "ratio": runs[0].memory.ratio,
+            "devices": runs[0].memory.by_device(),
+            "reference": runs[0].memory.reference,
+        }
+        say(f"{name:34} {row['found']} of {row['asked']}  {100 * row['ratio']:.1f}% of 16-bit")
+        yield row
+
+
+def streaming(lab: Lab, say: Callable[[str], None], tokens: int = 20_000) -> Iterator[Row]:
+    """One text of 20,000 tokens, far past the context of 8,192, 64 tokens at a time, with and without sinks and in-cache positions."""
+    ids = lab.encode_long(reference_text())[:, :tokens]
+    for way in (
+        keep.Window(size=1020, sinks=4, positions="cache"),
+        keep.Window(size=1020, sinks=4),
+        keep.Window(size=1024, sinks=0),
+    ):
+        run = stream(lab, Strategy(keep=way), ids)
+        smooth = run.smooth(500)
+        row: Row = {
+            "name": str(way),
+            "strategy": run.strategy.to_code(),
+            "tokens": ids.shape[1],
+            "loss": [round(x, 4) for x in smooth.tolist()],
+            "window": 500,
+            "points": run.points,
+        }
+        say(
+            f"{way!s:40} loss {float(smooth[1:4].mean()):.3f} after 1,000 tokens, {float(smooth[-4:].mean()):.3f} at the end; "
+            f"{run.points[len(run.points) // 4][1]:,} bytes, at the end {run.points[-1][1]:,}"
+        )
+        yield row
+
+
+PREFILL = """
+import sys, time, torch, kvlab
+from kvlab import keep, Strategy
+from kvlab.cache import KVCache
+from kvlab.measure.studies import high_water
+from kvlab.texts import reference_text
+from transformers import DynamicCache
+how, tokens = sys.argv[1], int(sys.argv[2])
+lab = kvlab.load(progress=False)
+ids = lab.encode_long(reference_text())[:, :tokens]
+def run():
+    if how.startswith("transformers"):
+        kvlab.detach(lab.model)
+        lab.model.set_attn_implementation(how.split()[1])
+        with torch.inference_mode():
+            extra = {"output_attentions": True} if "weights" in how else {}
+            out = lab.model(ids, past_key_values=DynamicCache(), logits_to_keep=1, **extra)
+            return sum(float(a.sum()) for a in out.attentions) if extra else 0.0
+    way = keep.Everything() if how == "kvlab full" else keep.HeavyHitter(budget=512, recent=64)
+    lab.prefill(ids, KVCache(lab.model, Strategy(keep=way, chunk=0)), chunk=512 if "pieces" in how else 0)
+lab.prefill(ids[:, :64], KVCache(lab.model), 0)
+before = high_water(reset=True)
+start = time.perf_counter()
+run()
+print(time.perf_counter() - start, high_water() - before)
+"""
+
+
+def high_water(reset: bool = False) -> int:
+    """The most bytes this process has held resident, since the last ``reset`` (which then gives what it holds now). Linux."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+        return 1024 * int(status["VmRSS"].split()[0])
+    return 1024 * int(status["VmHWM"].split()[0])
+
+
+def prefill(lab: Lab, say: Callable[[str], None], tokens: int = 4096, rounds: int = 3) -> Iterator[Row]:
+    """4,096 tokens read at once: seconds, and the most memory above the loaded model; each way in a process of its own, in turn, medians.
+
+    "transformers eager" computes attention as a matrix; with weights is what libraries do that need them (kvpress's ObservedAttention).
+    """
+    ways = ("transformers sdpa", "kvlab full", "kvlab H2O", "kvlab H2O in pieces", "transformers eager weights")
+    taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way in ways:
+            done = subprocess.run(
+                [sys.executable, "-c", PREFILL, way, str(tokens)], capture_output=True, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
+            )
+            if done.returncode:
+                raise RuntimeError(f"{way}: {done.stderr.strip().splitlines()[-1]}")
+            seconds, peak = done.stdout.split()[-2:]
+            taken[way].append((float(seconds), float(peak)))
+    middle = {way: tuple(sorted(x)[len(x) // 2] for x in zip(*both, strict=True)) for way, both in taken.items()}
+    base = middle["transformers sdpa"]
+    for way, (seconds, peak) in middle.items():
+        say(f"{way:30} {seconds:7.2f} s ({seconds / base[0]:.2f}x)  peak {peak / 1e6:8.0f} MB ({peak / base[1]:.2f}x)")
+        yield {"name": way, "tokens": tokens, "seconds": seconds, "peak": peak, "times": seconds / base[0], "peaks": peak / base[1]}
+
+
+STUDIES: dict[str, Callable[..., Iterator[Row]]] = {"compress": compress, "prefill": prefill, "recall": recall, "stream": streaming}
+
+
+def study(name: str, lab: Lab, say: Callable[[str], None], out: str | Path | None = None) -> list[Row]:
+    """Run one of :data:`STUDIES`; with ``out``, each row is added to that JSON-lines file as soon as it is there.
+
+    Raises ``ValueError`` for a name that is none of them.
+    """
+    if name not in STUDIES:
+        raise ValueError(f"study={name!r} is not one of {', '.join(STUDIES)}")
+    rows = []
+    about = {"study": name, "model": lab.name, "machine": machine(), "date": datetime.date.today().isoformat(), "command": f"kvlab study {name}"}
+    for row in STUDIES[name](lab, say):
+        rows.append(row)
+        if out:
+            with open(out, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row | about) + "\n")
+    return rows
