@@ -359,7 +359,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 def _hidden(layer: Layer, rule: Rule, q_len: int, first: int, last: int, fresh: int) -> Tensor | None:
     """True where a key must not be seen: bool, broadcastable to ``[B, Hk, G, queries, keys]``; None where all may be seen."""
-    if rule.causal and rule.padding is None and last - first == 1:
+    if rule.causal and rule.padding is None and last - first == 1 and not layer.keep.ragged:
         return None
     seen = layer.seen
     new = torch.arange(seen - q_len, seen - q_len + fresh, device=layer.shape.device)
@@ -373,6 +373,8 @@ def _hidden(layer: Layer, rule: Rule, q_len: int, first: int, last: int, fresh: 
     else:
         allowed = rule.allowed(b, h, queries, keys)
         hidden = ~(allowed if isinstance(allowed, Tensor) else torch.tensor(allowed, device=columns.device))
+    if layer.keep.ragged:
+        hidden = hidden | (keys < 0)
     if rule.padding is not None:
         hidden = hidden | ~_gather_padding(rule.padding, columns).unsqueeze(2)
     return hidden.unsqueeze(2)
@@ -381,7 +383,7 @@ def _hidden(layer: Layer, rule: Rule, q_len: int, first: int, last: int, fresh: 
 def _gather_padding(padding: Tensor, columns: Tensor) -> Tensor:
     """``padding`` ``[B, columns]`` at ``columns`` ``[b, h, n]`` -> bool ``[B, h, n]``."""
     rows, heads = padding.shape[0], columns.shape[1]
-    return padding.unsqueeze(1).expand(-1, heads, -1).gather(2, columns.expand(rows, -1, -1))
+    return padding.unsqueeze(1).expand(-1, heads, -1).gather(2, columns.clamp(min=0).expand(rows, -1, -1)) & (columns >= 0)
 
 
 @dataclass
@@ -415,6 +417,7 @@ class Watch:
         columns = layer.columns_with(torch.arange(start, start + n - len(layer.store), device=weights.device))
         columns = columns[0, self.head // group if columns.shape[1] > 1 else 0].cpu()
         queries = torch.arange(start + first, start + last)
+        own, columns = own[:, columns >= 0], columns[columns >= 0]
         self.sink_weight += float(own[:, columns < self.sinks].sum())
         keys, rows = self._bin(columns), self._bin(queries)
         self.weight.index_add_(0, rows, torch.zeros(len(queries), self.bins).index_add_(1, keys, own))

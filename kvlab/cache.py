@@ -275,11 +275,12 @@ class Layer(CacheLayerMixin):
         if len(self.counts):
             self.counts.append(torch.ones((*self.counts.shape[:2], new), device=keys.device))
         limit = None if self.may_roll_back else self.limit
-        if limit is not None and not stored and new > limit:  # a prompt is judged before anything is copied
+        if (
+            limit is not None and not stored and new > limit and not self.keep.ragged
+        ):  # a prompt is judged before anything is copied
             columns = torch.arange(self.seen - new, self.seen, device=keys.device).view(1, 1, -1)
             held, priority = self._priority(columns, keys.float, values.float)
-            index = survivors(priority, limit - self.keep.slack, [])
-            assert index is not None
+            index = self._survivors(priority, limit - self.keep.slack)
             if self.keep.merges:
                 keys, values = (x.to(keys.dtype) for x in self._fold(held, index, 0))
             else:
@@ -291,7 +292,7 @@ class Layer(CacheLayerMixin):
                 fresh = torch.arange(self.seen - new, self.seen, device=self.shape.device, dtype=torch.int32)
                 self.columns.append(fresh.expand(*self.columns.shape[:2], -1))
             self.store.append(keys, values)
-            if limit is not None and stored + new > limit:
+            if limit is not None and self._most() > limit:
                 self._select(limit - self.keep.slack)
         if not self.waits:
             self.store.settle()
@@ -300,11 +301,7 @@ class Layer(CacheLayerMixin):
         """Keep the ``limit`` most worthy of the rows in the store."""
         columns = self.columns_with(torch.empty(0, dtype=torch.int64, device=self.shape.device))
         held, priority = self._priority(columns, self._keys, self._values)
-        index = survivors(priority, limit, self.store.borders)
-        if index is None:
-            self.store.thaw()
-            index = survivors(priority, limit, [])
-            assert index is not None
+        index = self._survivors(priority, limit)
         if self.keep.merges:
             first = self.store.plain_from
             kept = int((index[0, 0] < first).sum())
@@ -314,6 +311,23 @@ class Layer(CacheLayerMixin):
         else:
             self.store.select(index)
         self._record(columns, index, priority)
+
+    def _most(self) -> int:
+        """Rows of the longest head; where heads share a limit, the average."""
+        if not self.keep.ragged or not len(self.columns):
+            return len(self.store)
+        held = (self.columns.view() >= 0).sum(2)
+        return -(-int(held.sum(1).max()) // held.shape[1])
+
+    def _survivors(self, priority: Tensor, limit: int) -> Tensor:
+        if self.keep.ragged:
+            return shared_survivors(priority, limit)
+        index = survivors(priority, limit, self.store.borders)
+        if index is None:
+            self.store.thaw()
+            index = survivors(priority, limit, [])
+        assert index is not None
+        return index
 
     def _fold(self, held: Held, index: Tensor, first: int) -> tuple[Tensor, Tensor]:
         b, h, n = self.shape.batch, self.shape.kv_heads, held.columns.shape[2]
@@ -329,9 +343,11 @@ class Layer(CacheLayerMixin):
         history = self.cache.recorded
         if history is not None:
             history.note(self.number, columns, index, priority, self.seen)
-        self.columns.set(columns.expand(*index.shape[:2], -1).gather(2, index).int())
+        at = index.clamp(min=0)  # a hole, where heads hold different numbers, has no column
+        kept = columns.expand(*index.shape[:2], -1).gather(2, at).masked_fill_(index < 0, -1)
+        self.columns.set(kept.int())
         if len(self.evidence):
-            self.evidence.select(index)
+            self.evidence.select(at)
         if len(self.counts) and len(self.counts) != index.shape[2]:
             self.counts.select(index)
         self.evicted = True
@@ -351,10 +367,10 @@ class Layer(CacheLayerMixin):
             count = self.padding.long().cumsum(1) - 1
             at = columns.expand(self.padding.shape[0], -1, -1)
             real = attention._gather_padding(self.padding, columns)
-            positions = count.unsqueeze(1).expand(-1, at.shape[1], -1).gather(2, at).masked_fill(~real, -1)
+            positions = count.unsqueeze(1).expand(-1, at.shape[1], -1).gather(2, at.clamp(min=0)).masked_fill(~real, -1)
         evidence = self.evidence.view() if len(self.evidence) else None
         roles, turns = self.cache.spoken(self.seen) if "roles" in self.keep.needs else (None, None)
-        held = Held(columns, positions, self.seen, evidence, keys, values, roles, turns, self.remembered)
+        held = Held(columns, positions, self.seen, evidence, keys, values, roles, turns, self.remembered, self.limit)
         priority = self.keep.priority(held)
         return held, priority.masked_fill(positions < 0, -PROTECTED)
 
@@ -371,7 +387,7 @@ class Layer(CacheLayerMixin):
         return _AtHand(self)
 
     def dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values ``[B, H, n, D]`` as attention sees them, and their columns ``[b, h, n]``. A copy, for tests and figures."""
+        """Keys and values ``[B, H, n, D]`` as attention sees them, and their columns ``[b, h, n]`` (-1: a head holds fewer). A copy, for tests and figures."""
         with self.at_hand():
             keys, values = self.store.dense()
             none = torch.empty(0, dtype=torch.int64, device=keys.device)
@@ -411,6 +427,25 @@ def survivors(priority: Tensor, limit: int, borders: list[int]) -> Tensor | None
             order = priority[..., begin:end].sort(dim=2, stable=True).indices[..., :count]
             goes[..., begin:end].scatter_(2, order, True)
     return (~goes).nonzero()[:, 2].view(*priority.shape[:2], limit)
+
+
+def shared_survivors(priority: Tensor, limit: int) -> Tensor:
+    """Rows to keep where heads share a limit, int64 ``[b, h, m]`` ascending, the last one of each head at the end and -1 before the first.
+
+    Of all heads together the ``h * limit`` highest of ``priority`` ``[b, h, n]`` stay, ties to the newest; padding and holes never do.
+    """
+    b, h, n = priority.shape
+    flat = priority.transpose(1, 2).reshape(b, n * h)  # oldest first, so that ties go to the newest
+    best = flat.sort(dim=1, stable=True).indices[:, -h * limit :]
+    stays = torch.zeros_like(flat, dtype=torch.bool).scatter_(1, best, True) & (flat != -PROTECTED)
+    stays = stays.view(b, n, h).transpose(1, 2)
+    count = stays.sum(2)
+    most = int(count.max())
+    place = most - count[..., None] + stays.cumsum(2) - 1
+    row, head, at = stays.nonzero(as_tuple=True)
+    index = torch.full((b, h, most), -1, dtype=torch.int64, device=priority.device)
+    index[row, head, place[row, head, at]] = at
+    return index
 
 
 def _shares(priority: Tensor, drop: int, parts: list[tuple[int, int]], wanted: list[Tensor]) -> list[int] | None:

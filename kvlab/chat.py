@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvlab.cache import KVCache
-from kvlab.lab import Generation, Lab, Progress
+
+if TYPE_CHECKING:
+    from kvlab.lab import Generation, Lab, Progress
 
 MARK = "\x02kvlab\x02"  # stands for a message's text while the template's own words around it are looked up
 
@@ -122,17 +124,3 @@ class Chat:
 
     def __repr__(self) -> str:
         return f"Chat({len(self.messages)} messages, {self.cache.get_seq_length()} tokens read, {self.cache.strategy})"
-
-
-def chat(lab: Lab, strategy: Any = None, *, system: str | None = None, cache: KVCache | None = None) -> Chat:
-    """Begin a conversation: see :meth:`Lab.chat`."""
-    if getattr(lab.tokenizer, "chat_template", None) is None:
-        raise ValueError(f"{lab.name} has no chat template (allowed: models made to chat, such as smollm2-135m)")
-    if cache is not None and strategy is not None and strategy != cache.strategy:
-        raise ValueError("chat: the cache has a strategy of its own; give one of the two")
-    if cache is not None and cache.get_seq_length():
-        raise ValueError(f"chat: the cache has already read {cache.get_seq_length()} tokens (allowed: a new one)")
-    made = Chat(lab, KVCache(lab.model, strategy) if cache is None else cache)
-    if system is not None:
-        made.messages.append({"role": "system", "content": system})
-    return made

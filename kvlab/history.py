@@ -23,7 +23,9 @@ class History:
         """Called by a layer when rows ``index`` of those at ``columns`` stay and the others go, after ``seen`` tokens were read."""
         heads = max(x.shape[1] for x in (columns, index, priority))
         columns, index, priority = (x[0].expand(heads, -1).cpu() for x in (columns, index, priority))
-        goes = torch.ones_like(priority, dtype=torch.bool).scatter_(1, index, False)
+        goes = columns >= 0
+        head, row = (index >= 0).nonzero(as_tuple=True)
+        goes[head, index[head, row]] = False
         gone = self._grow(self._gone, layer, heads, seen, 0, torch.int32)
         worth = self._grow(self._worth, layer, heads, seen, float("nan"), torch.float32)
         floor = self._grow(self._floor, layer, heads, seen, float("nan"), torch.float32)
@@ -31,7 +33,7 @@ class History:
         at = columns[head, row]
         gone[head, at] = seen
         worth[head, at] = priority[head, row].float()
-        free = torch.where((priority == PROTECTED) | goes, PROTECTED, priority.float())
+        free = torch.where((priority == PROTECTED) | goes | (columns < 0), PROTECTED, priority.float())
         floor[head, at] = free.amin(1)[head]
 
     @staticmethod

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,14 +14,12 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from kvlab import attention
 from kvlab.cache import KVCache, forward
+from kvlab.chat import Chat
 from kvlab.errors import UnsupportedModel
 from kvlab.geometry import Geometry
 from kvlab.memory import Memory
 from kvlab.models import SMOLLM2, load_model
 from kvlab.strategy import Strategy
-
-if TYPE_CHECKING:
-    from kvlab.chat import Chat
 
 #: Called as ``(stage, done, total)`` between steps; an exception raised in it ends the work there (see ``errors.Cancelled``).
 Progress = Callable[[str, int, int], None]
@@ -164,9 +162,14 @@ class Lab:
 
         Raises ``ValueError``: a model without a chat template, or a cache that was used before.
         """
-        from kvlab.chat import chat
-
-        return chat(self, strategy, system=system, cache=cache)
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError(f"{self.name} has no chat template (allowed: models made to chat, such as smollm2-135m)")
+        if cache is not None and strategy is not None and strategy != cache.strategy:
+            raise ValueError("chat: the cache has a strategy of its own; give one of the two")
+        if cache is not None and cache.get_seq_length():
+            raise ValueError(f"chat: the cache has already read {cache.get_seq_length()} tokens (allowed: a new one)")
+        said = [] if system is None else [{"role": "system", "content": system}]
+        return Chat(self, KVCache(self.model, strategy) if cache is None else cache, said)
 
     def _check_room(self, ids: Tensor, cache: KVCache, new: int) -> None:
         seen, old = cache.get_seq_length(), cache.read

@@ -24,8 +24,18 @@ def full_budget(tokens: int) -> list[Strategy]:
     return found
 
 
+def with_it(axis: str, method: Method) -> Strategy:
+    """The method beside defaults, or, where it needs another store, beside the first that it combines with."""
+    for other in [None, *methods("store").values()]:
+        try:
+            return Strategy(**{axis: method} | ({} if other is None else {"store": other()}))
+        except ValueError as error:
+            problem = error
+    raise problem
+
+
 def one_by_one(tokens: int) -> list[Strategy]:
     """Each such method once, beside defaults, and the last of each axis together."""
     answers = covering(tokens)
-    alone = [Strategy(**{axis: method}) for axis, several in answers.items() for method in several]
+    alone = [with_it(axis, method) for axis, several in answers.items() for method in several]
     return list(dict.fromkeys([*alone, full_budget(tokens)[-1]]))

@@ -7,6 +7,7 @@ import pytest
 import kvlab
 from kvlab import Strategy, keep, place, store
 from kvlab.strategy import AXES, Method, discover, methods
+from tests.strategies import with_it
 
 EVERY = [(axis, name, cls) for axis in AXES for name, cls in methods(axis).items()]
 
@@ -14,7 +15,7 @@ EVERY = [(axis, name, cls) for axis in AXES for name, cls in methods(axis).items
 @pytest.mark.parametrize(("axis", "name", "cls"), EVERY, ids=lambda x: x if isinstance(x, str) else "")
 def test_every_method_is_data(axis, name, cls):
     one = cls()
-    strategy = Strategy(**{axis: one})
+    strategy = with_it(axis, one)
     assert Strategy.from_dict(strategy.to_dict()) == strategy
     assert hash(one) == hash(cls())
     assert eval(strategy.to_code(), {"kvlab": kvlab, "keep": keep, "store": store, "place": place}) == strategy

@@ -35,7 +35,7 @@ class Room:
 class Held:
     """The tokens of one layer when the keep is asked, oldest first. ``b`` and ``h`` are 1 where all rows or heads agree.
 
-    ``columns``: int64 ``[b, h, n]``, each token's column in the padded sequence.
+    ``columns``: int64 ``[b, h, n]``, each token's column in the padded sequence; -1 where a head holds fewer than another.
     ``positions``: int64 ``[b, h, n]``, its number among the real tokens of its row (negative: padding).
     ``seen``: tokens the cache has seen, padding included; the newest has the column ``seen - 1``.
     ``evidence``: float32 ``[B, H, n]``, what :meth:`Keep.observe` has said of each; None unless the method ``needs`` attention.
@@ -53,6 +53,7 @@ class Held:
     roles: Tensor | None = None
     turns: Tensor | None = None
     state: Any = None
+    limit: int | None = None  # tokens a head may hold, after this
 
     def protect(self, priority: Tensor, sinks: int, recent: int) -> Tensor:
         """``priority`` with the first ``sinks`` real tokens and the newest ``recent`` ones beyond reach."""
@@ -95,6 +96,7 @@ class Keep(Method, abstract=True):
     differs: ClassVar[str] = "never"  # who may hold other tokens than another: "never", a "row" of the batch, a "head"
 
     merges: ClassVar[bool] = False  # evicted tokens are folded into kept ones by :meth:`fold`
+    ragged: ClassVar[bool] = False  # heads share the limit: together they hold as many as if each had it
     looks: ClassVar[bool] = False  # its state says which of the stored tokens a query needs, and only those are read
 
     def state(self, heads: int, kv_heads: int, batch: int, dim: int, rope: Rope | None, layer: int) -> KeepState:

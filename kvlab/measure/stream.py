@@ -29,7 +29,9 @@ class Stream:
         return self.loss[:whole].view(-1, window).mean(1)
 
 
-def stream(lab: Lab, strategy: Strategy, ids: Tensor, *, step: int = 64, every: int = 8, progress: Progress | None = None) -> Stream:
+def stream(
+    lab: Lab, strategy: Strategy, ids: Tensor, *, step: int = 64, every: int = 8, progress: Progress | None = None
+) -> Stream:
     """Read ``ids`` ``[1, n]`` from the first token on, ``step`` at a time, and score each token by what came before. The text may be of any length:
     where a model's context ends, this goes on, which is what is to be seen.
 

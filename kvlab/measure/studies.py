@@ -76,17 +76,19 @@ def compress(lab: Lab, say: Callable[[str], None]) -> Iterator[Row]:
             "agreement": float(torch.cat([run.agree for run in runs]).double().mean()),
             "ratio": runs[0].memory.ratio,
         }
-        say(f"{name:34} perplexity {100 * row['perplexity_change']:+8.2f}%  KL {row['kl']:.4f}  agree {row['agreement']:.3f}  {100 * row['ratio']:.1f}% of 16-bit")
+        say(
+            f"{name:34} perplexity {100 * row['perplexity_change']:+8.2f}%  KL {row['kl']:.4f}  agree {row['agreement']:.3f}  {100 * row['ratio']:.1f}% of 16-bit"
+        )
         yield row
 
 
 def recall(lab: Lab, say: Callable[[str], None]) -> Iterator[Row]:
-    """Two pass keys in 1,024 tokens, eight texts, asked for after the text was read: 16 questions, three seeds that nothing was tuned on."""
+    """Two pass keys in 512 tokens, eight texts, asked for after the text was read: 16 questions, three seeds that nothing was tuned on."""
     half = "float16"
     ways = {
         "full cache": Strategy(),
-        **{name: way for name, way in evictors(205).items() if name in ("H2O", "TOVA", "SnapKV", "window + 4 sinks")},
-        "SnapKV, first question known": Strategy(keep=keep.SnapKV(budget=205)),
+        **{name: way for name, way in evictors(102).items() if name in ("H2O", "TOVA", "SnapKV", "window + 4 sinks")},
+        "SnapKV, first question known": Strategy(keep=keep.SnapKV(budget=102)),
         "everything in 3.2 bits": Strategy(
             store=store.PreRope(store.Rotated(store.Mixed(bits=3, value_levels="normal", plain=half), kind="random", keys=False))
         ),
@@ -181,7 +183,10 @@ def prefill(lab: Lab, say: Callable[[str], None], tokens: int = 4096, rounds: in
     for _ in range(rounds):
         for way in ways:
             done = subprocess.run(
-                [sys.executable, "-c", PREFILL, way, str(tokens)], capture_output=True, text=True, env=os.environ | {"PYTHONWARNINGS": "ignore"}
+                [sys.executable, "-c", PREFILL, way, str(tokens)],
+                capture_output=True,
+                text=True,
+                env=os.environ | {"PYTHONWARNINGS": "ignore"},
             )
             if done.returncode:
                 raise RuntimeError(f"{way}: {done.stderr.strip().splitlines()[-1]}")
@@ -191,10 +196,22 @@ def prefill(lab: Lab, say: Callable[[str], None], tokens: int = 4096, rounds: in
     base = middle["transformers sdpa"]
     for way, (seconds, peak) in middle.items():
         say(f"{way:30} {seconds:7.2f} s ({seconds / base[0]:.2f}x)  peak {peak / 1e6:8.0f} MB ({peak / base[1]:.2f}x)")
-        yield {"name": way, "tokens": tokens, "seconds": seconds, "peak": peak, "times": seconds / base[0], "peaks": peak / base[1]}
+        yield {
+            "name": way,
+            "tokens": tokens,
+            "seconds": seconds,
+            "peak": peak,
+            "times": seconds / base[0],
+            "peaks": peak / base[1],
+        }
 
 
-STUDIES: dict[str, Callable[..., Iterator[Row]]] = {"compress": compress, "prefill": prefill, "recall": recall, "stream": streaming}
+STUDIES: dict[str, Callable[..., Iterator[Row]]] = {
+    "compress": compress,
+    "prefill": prefill,
+    "recall": recall,
+    "stream": streaming,
+}
 
 
 def study(name: str, lab: Lab, say: Callable[[str], None], out: str | Path | None = None) -> list[Row]:
@@ -205,7 +222,13 @@ def study(name: str, lab: Lab, say: Callable[[str], None], out: str | Path | Non
     if name not in STUDIES:
         raise ValueError(f"study={name!r} is not one of {', '.join(STUDIES)}")
     rows = []
-    about = {"study": name, "model": lab.name, "machine": machine(), "date": datetime.date.today().isoformat(), "command": f"kvlab study {name}"}
+    about = {
+        "study": name,
+        "model": lab.name,
+        "machine": machine(),
+        "date": datetime.date.today().isoformat(),
+        "command": f"kvlab study {name}",
+    }
     for row in STUDIES[name](lab, say):
         rows.append(row)
         if out:

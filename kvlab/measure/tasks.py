@@ -88,7 +88,7 @@ def two_keys(
     lab: Lab,
     strategy: Strategy | None = None,
     *,
-    tokens: int = 1024,
+    tokens: int = 512,
     texts: int = 8,
     seed: int = 0,
     aware: bool = False,
