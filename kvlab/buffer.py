@@ -98,9 +98,11 @@ class Buffer:
         else:
             # a buffer shared by all heads or rows splits up once they differ
             b, h = max(index.shape[0], data.shape[0]), max(index.shape[1], data.shape[1])
-            data = data.expand(b, h, *data.shape[2:])
-            wide = index.expand(b, h, -1).reshape(b, h, -1, *[1] * (data.dim() - 3)).expand(-1, -1, -1, *data.shape[3:])
-            self.set(data.gather(2, wide))
+            assert self.data is not None
+            own, capacity = torch.arange(data.shape[0] * data.shape[1], device=data.device), self.data.shape[2]
+            at = index + own.view(*data.shape[:2], 1) * capacity
+            picked = self.data.flatten(0, 2).index_select(0, at.reshape(-1))  # whole rows are copied, where gather would look up each number
+            self.set(picked.view(b, h, -1, *data.shape[3:]))
 
     def truncate(self, rows: int) -> None:
         """Keep the first ``rows`` rows; gives the room back when much of it falls free."""
