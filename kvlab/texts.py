@@ -18,6 +18,13 @@ def reference_text() -> str:
     return str(topics["specialnames"])
 
 
+def long_text() -> str:
+    """All chapters of the Python reference that `pydoc` has, :func:`reference_text` first: more than 400,000 characters."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join([reference_text(), *(str(topics[name]) for name in sorted(topics) if name != "specialnames")])
+
+
 def prompts() -> dict[str, str]:
     """The shipped prompts by name: "reference" (about 512 tokens of it), "story" (a beginning), "question" (on the reference).
 

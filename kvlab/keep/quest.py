@@ -13,6 +13,9 @@ from kvlab.rope import Rope
 from kvlab.strategy import param
 
 
+HALF = float(torch.finfo(torch.float16).max)
+
+
 @dataclass(frozen=True)
 class Quest(Keep):
     """Nothing is evicted, so nothing is lost for good: each query reads the ``budget`` tokens in the pages that promise most, and the newest page.
@@ -43,13 +46,15 @@ class Quest(Keep):
 
 
 class Pages(KeepState):
-    """Least and largest number of each key channel, a page a row."""
+    """Least and largest number of each key channel, a page a row, in 16 bits."""
 
     def __init__(self, size: int, wanted: int) -> None:
         self.size, self.wanted = size, wanted
         self.least, self.largest = Buffer("pages"), Buffer("pages")
 
     def write(self, keys: Tensor, start: int) -> None:
+        if keys.dtype == torch.float32:  # a bound need not be sharp to the last digit
+            keys = keys.clamp(-HALF, HALF).half()
         inside = min(-start % self.size, keys.shape[2])  # these go into the page that is not full yet
         if inside:
             for buffer, of in ((self.least, torch.amin), (self.largest, torch.amax)):

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvlab import _data
 from kvlab.lab import Lab
 from kvlab.measure.quality import control, quality
 from kvlab.measure.result import machine
 from kvlab.measure.stream import stream
 from kvlab.measure.tasks import two_keys
 from kvlab.strategy import Strategy
-from kvlab.texts import reference_text
+from kvlab.texts import long_text, reference_text
 
 Row = dict[str, Any]
 keep: Any = importlib.import_module("kvlab.keep")  # by their names in the registry, which no type checker reads
@@ -113,7 +114,7 @@ def recall(lab: Lab, say: Callable[[str], None]) -> Iterator[Row]:
 
 def streaming(lab: Lab, say: Callable[[str], None], tokens: int = 20_000) -> Iterator[Row]:
     """One text of 20,000 tokens, far past the context of 8,192, 64 tokens at a time, with and without sinks and in-cache positions."""
-    ids = lab.encode_long(reference_text())[:, :tokens]
+    ids = lab.encode_long(long_text())[:, :tokens]
     for way in (
         keep.Window(size=1020, sinks=4, positions="cache"),
         keep.Window(size=1020, sinks=4),
@@ -212,6 +213,24 @@ STUDIES: dict[str, Callable[..., Iterator[Row]]] = {
     "recall": recall,
     "stream": streaming,
 }
+
+
+def recorded(name: str) -> list[Row]:
+    """The newest recorded row of each name of a study, as the study's command wrote them to ``data/results/keep.jsonl``.
+
+    Raises ``ValueError`` for a study that is not known, or of which nothing is recorded.
+    """
+    if name not in STUDIES:
+        raise ValueError(f"study={name!r} is not one of {', '.join(STUDIES)}")
+    rows = {}
+    for line in _data.path("results/keep.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["study"] == name:
+            rows.pop(row["name"], None)
+            rows[row["name"]] = row
+    if not rows:
+        raise ValueError(f"nothing is recorded of the study {name!r}: kvlab study {name} --out data/results/keep.jsonl")
+    return list(rows.values())
 
 
 def study(name: str, lab: Lab, say: Callable[[str], None], out: str | Path | None = None) -> list[Row]:

@@ -176,26 +176,77 @@ def expected(state: Heads, i: int) -> list[dict[int, float]]:
     return out
 
 
-def quest(layer: int, scores: Tensor, see: Tensor) -> Tensor:
-    """Pages of 8, two of which are read (the newest one among them), in all layers but the first."""
-    keys, query = reference.keys[layer][0], reference.queries[layer][0]
-    out = see.clone()
-    for i in range(scores.shape[2]):
-        pages = [list(range(start, min(start + 8, i))) for start in range(0, i, 8)]
-        if layer == 0 or len(pages) <= 2:
-            continue
-        for head in range(keys.shape[0]):
-            bounds = []
-            for page in pages:
-                low, high = keys[head, page].amin(0), keys[head, page].amax(0)
-                of = [float(torch.maximum(q * low, q * high).sum()) for q in query[2 * head : 2 * head + 2, i]]
-                bounds.append(max(of))
-            best = max(range(len(pages) - 1), key=bounds.__getitem__)
-            read = {*pages[best], *pages[-1], i}
-            for j in range(i):
-                if j not in read:
-                    out[0, 2 * head : 2 * head + 2, i, j] = False
-    return out
+def quest(step: int):
+    """Pages of 8, two of which are read (the newest one among them), in all layers but the first; new tokens come ``step`` at a time."""
+
+    def rule(layer: int, scores: Tensor, see: Tensor) -> Tensor:
+        keys, query = reference.keys[layer][0], reference.queries[layer][0]
+        out = see.clone()
+        for i in range(scores.shape[2]):
+            stored = i // step * step
+            pages = [list(range(start, min(start + 8, stored))) for start in range(0, stored, 8)]
+            if layer == 0 or len(pages) <= 2:
+                continue
+            for head in range(keys.shape[0]):
+                bounds = []
+                for page in pages:
+                    low, high = keys[head, page].amin(0), keys[head, page].amax(0)
+                    of = [float(torch.maximum(q * low, q * high).sum()) for q in query[2 * head : 2 * head + 2, i]]
+                    bounds.append(max(of))
+                best = max(range(len(pages) - 1), key=bounds.__getitem__)
+                read = {*pages[best], *pages[-1]}
+                for j in range(stored):
+                    if j not in read:
+                        out[0, 2 * head : 2 * head + 2, i, j] = False
+        return out
+
+    return rule
+
+
+@pytest.mark.parametrize("kind", methods("store").values())
+def test_single_rows_are_read_as_they_lie(kind):
+    small_groups = {"group_size": 8} if "group_size" in kind.settings() else {}
+    if kind is store.LowRank:
+        small_groups |= {"first": 16, "rank": 8}
+    made = kind(store.Int(bits=4, group_size=8)) if "inner" in kind.settings() else kind(**small_groups)
+    ids = torch.randint(3, 97, (2, 45), generator=torch.Generator().manual_seed(2))
+    model = zoo.model("llama")
+    _, cache = ours(model, Strategy(store=made), ids, [30, 38, 45])
+    index = torch.stack([torch.randperm(45)[:9].sort().values for _ in range(4)]).view(2, 2, 9)
+    for layer in cache.layers:
+        for got, all_rows in zip(layer.store.rows_at(index), layer.dense(), strict=False):
+            assert torch.allclose(got, all_rows.gather(2, index[..., None].expand(-1, -1, -1, 16)), atol=1e-5)
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_each_query_reads_its_own_pages(step):
+    model = zoo.model("llama")
+    ids = torch.randint(3, 97, (1, TOKENS), generator=torch.Generator().manual_seed(2))
+    got, cache = ours(model, Strategy(keep=keep.Quest(budget=16, page=8, dense=1)), ids, list(range(step, TOKENS + 1, step)))
+    want = reference.explicit(model, ids, quest(step))
+    assert (got - want).abs().max() < 1e-5
+    assert all(len(layer.store) == TOKENS for layer in cache.layers)
+    cache.crop(-3)
+    _, again = ours(
+        model, Strategy(keep=keep.Quest(budget=16, page=8, dense=1)), ids[:, : TOKENS - 3], list(range(1, TOKENS - 2))
+    )
+    if step == 1:
+        more = [forward(model, torch.tensor([[9]]), one) for one in (cache, again)]
+        assert (more[0] - more[1]).abs().max() < 1e-5
+
+
+def test_pages_bound_what_their_keys_score():
+    """Whatever the query: no key of a page scores more than the page's bound, but for the bounds' 16 bits."""
+    model = zoo.model("llama")
+    ids = torch.randint(3, 97, (2, 45), generator=torch.Generator().manual_seed(2))
+    _, cache = ours(model, Strategy(keep=keep.Quest(budget=16, page=8, dense=0)), ids, [7, 8, 30, 45])
+    for layer in cache.layers:
+        query = torch.randn(2, 2, 3, 4, 16)
+        bound = layer.remembered.bound(query)
+        scores = query @ layer.dense()[0].unsqueeze(2).mT
+        assert bound.shape[-1] == 6
+        for page in range(6):
+            assert (scores[..., 8 * page : 8 * page + 8].amax(-1) <= bound[..., page] + 0.02).all()
 
 
 def streaming(size: int, sinks: int):
@@ -232,7 +283,7 @@ CASES: list[tuple[Keep, Callable]] = [
     (keep.Scissorhands(**COMMON), lambda: definition(scissorhands, flat)),
     (keep.KeyNorm(**COMMON), lambda: definition(keynorm, flat)),
     (keep.ExpectedAttention(**COMMON, ahead=6), lambda: definition(expected, flat)),
-    (keep.Quest(budget=16, page=8, dense=1), lambda: quest),
+    (keep.Quest(budget=16, page=8, dense=1), lambda: quest(1)),
     (keep.Window(size=10, sinks=3, positions="cache"), lambda: streaming(10, 3)),
     (keep.KeyDiff(**COMMON), lambda: definition(keydiff, flat)),
     # 6 beside the protected, beta 3: the last layer has 2 of them, the first 10, the one between 6
