@@ -19,8 +19,9 @@ from kvlab.strategy import param
 class Merge(Keep):
     """``inner`` says who stays; ``how`` says what becomes of the others.
 
-    - "cam" (CaM, ICML 2024): the value of a token that goes is shared out among the ``spread`` kept ones after it, with a probability that is its
-      evidence over theirs on average, at most 1. Keys do not change. It needs evidence of attention.
+    - "cam" (CaM, ICML 2024): the value of a token that goes is shared out among the ``spread`` kept ones after it, with a probability that is the
+      attention it gets over theirs on average, at most 1, so that what it would have said is still said, on average. Attention is a token's evidence
+      over its age: older tokens have had more time to collect. Keys do not change. It needs evidence of attention.
     - "d2o" (D2O): key and value are added to those of the kept token whose key is most alike, if their cosine is at least ``threshold``; the more
       alike, the larger their share (softmax of the cosines, the kept token counting itself with 1).
     - "clusters" (KVMerger): a token joins the nearest kept one along the text if their keys' cosine is at least ``threshold``; a cluster's key and
@@ -129,8 +130,9 @@ class Merge(Keep):
         after = (stay.unsqueeze(2) > leave.unsqueeze(3)) & may.unsqueeze(2)
         near = after & (after.cumsum(-1) <= self.spread)
         number = near.sum(-1).clamp(min=1)
-        worth = held.evidence.gather(2, leave)
-        theirs = (near * held.evidence.gather(2, stay).unsqueeze(2)).sum(-1) / number
+        rate = held.evidence / (held.seen - held.columns).clamp(min=1)
+        worth = rate.gather(2, leave)
+        theirs = (near * rate.gather(2, stay).unsqueeze(2)).sum(-1) / number
         b, h = leave.shape[:2]
         drawn = chance(held.columns.expand(b, h, -1).gather(2, leave), self.seed)
         takes = real & (drawn < worth / theirs.clamp(min=1e-12))

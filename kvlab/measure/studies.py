@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvlab import _data
+from kvlab.keep.base import Room
 from kvlab.lab import Lab
 from kvlab.measure.quality import control, quality
 from kvlab.measure.result import machine
@@ -28,6 +29,7 @@ from kvlab.texts import long_text, reference_text
 Row = dict[str, Any]
 keep: Any = importlib.import_module("kvlab.keep")  # by their names in the registry, which no type checker reads
 store: Any = importlib.import_module("kvlab.store")
+place: Any = importlib.import_module("kvlab.place")
 
 
 def evictors(budget: int | float) -> dict[str, Strategy]:
@@ -84,7 +86,8 @@ def compress(lab: Lab, say: Callable[[str], None]) -> Iterator[Row]:
 
 
 def recall(lab: Lab, say: Callable[[str], None]) -> Iterator[Row]:
-    """Two pass keys in 512 tokens, eight texts, asked for after the text was read: 16 questions, three seeds that nothing was tuned on."""
+    """Two pass keys in 512 tokens, eight texts, asked for after the text was read: 16 questions, seeds that nothing was tuned on; three of them for the
+    control and what keeps everything, one for what evicts."""
     half = "float16"
     ways = {
         "full cache": Strategy(),
@@ -94,9 +97,14 @@ def recall(lab: Lab, say: Callable[[str], None]) -> Iterator[Row]:
             store=store.PreRope(store.Rotated(store.Mixed(bits=3, value_levels="normal", plain=half), kind="random", keys=False))
         ),
         "everything in 2.7 bits": Strategy(store=store.PreRope(store.Int(bits=2, plain=half))),
+        "everything in 4 bits, on disk": Strategy(store=store.Int(bits=4, plain=half), place=place.Offload(to="disk")),
+        "the same, three eighths of it read (Quest)": Strategy(
+            keep=keep.Quest(budget=192), store=store.Int(bits=4, plain=half), place=place.Offload(to="disk")
+        ),
     }
     for name, strategy in ways.items():
-        runs = [two_keys(lab, strategy, seed=seed, aware="question known" in name) for seed in (11, 12, 13)]
+        seeds = (11,) if strategy.keep.limit(Room()) is not None else (11, 12, 13)
+        runs = [two_keys(lab, strategy, seed=seed, aware="question known" in name) for seed in seeds]
         row: Row = {
             "name": name,
             "strategy": strategy.to_code(),
@@ -106,6 +114,7 @@ def recall(lab: Lab, say: Callable[[str], None]) -> Iterator[Row]:
             "second": [sum(run.second) for run in runs],
             "ratio": runs[0].memory.ratio,
             "devices": runs[0].memory.by_device(),
+            "high_water": runs[0].memory.high_water,
             "reference": runs[0].memory.reference,
         }
         say(f"{name:34} {row['found']} of {row['asked']}  {100 * row['ratio']:.1f}% of 16-bit")
@@ -140,7 +149,7 @@ def streaming(lab: Lab, say: Callable[[str], None], tokens: int = 20_000) -> Ite
 PREFILL = """
 import sys, time, torch, kvlab
 from kvlab import keep, Strategy
-from kvlab.cache import KVCache
+from kvlab.cache import KVCache, forward
 from kvlab.measure.studies import high_water
 from kvlab.texts import reference_text
 from transformers import DynamicCache
@@ -151,10 +160,8 @@ def run():
     if how.startswith("transformers"):
         kvlab.detach(lab.model)
         lab.model.set_attn_implementation(how.split()[1])
-        with torch.inference_mode():
-            extra = {"output_attentions": True} if "weights" in how else {}
-            out = lab.model(ids, past_key_values=DynamicCache(), logits_to_keep=1, **extra)
-            return sum(float(a.sum()) for a in out.attentions) if extra else 0.0
+        forward(lab.model, ids, DynamicCache(), last=True)
+        return
     way = keep.Everything() if how == "kvlab full" else keep.HeavyHitter(budget=512, recent=64)
     lab.prefill(ids, KVCache(lab.model, Strategy(keep=way, chunk=0)), chunk=512 if "pieces" in how else 0)
 lab.prefill(ids[:, :64], KVCache(lab.model), 0)
@@ -177,9 +184,9 @@ def high_water(reset: bool = False) -> int:
 def prefill(lab: Lab, say: Callable[[str], None], tokens: int = 4096, rounds: int = 3) -> Iterator[Row]:
     """4,096 tokens read at once: seconds, and the most memory above the loaded model; each way in a process of its own, in turn, medians.
 
-    "transformers eager" computes attention as a matrix; with weights is what libraries do that need them (kvpress's ObservedAttention).
+    "transformers eager" has attention's weights as a matrix, as libraries need them that look at them afterwards (kvpress's ObservedAttention).
     """
-    ways = ("transformers sdpa", "kvlab full", "kvlab H2O", "kvlab H2O in pieces", "transformers eager weights")
+    ways = ("transformers sdpa", "kvlab full", "kvlab H2O", "kvlab H2O in pieces", "transformers eager")
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way in ways:
@@ -222,7 +229,7 @@ def recorded(name: str) -> list[Row]:
     """
     if name not in STUDIES:
         raise ValueError(f"study={name!r} is not one of {', '.join(STUDIES)}")
-    rows = {}
+    rows: dict[str, Row] = {}
     for line in _data.path("results/keep.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row["study"] == name:

@@ -77,14 +77,21 @@ def costs_summary(rows: Sequence[Row]) -> str:
 
 
 def recalled(rows: Sequence[Row], *, title: str = "Two pass keys in a text, asked for after it was read") -> go.Figure:
-    """Questions answered, all seeds together, first and second question apart. Rows of the study "recall"."""
+    """Share of the questions answered (percent), all seeds together, first and second question apart. Rows of the study "recall"."""
     own = list(rows)[::-1]
     names = [f"{row['name']} ({_device(row)})" for row in own]
-    fig = style.layout(go.Figure(), title, "questions answered", "", height=110 + 34 * len(own))
+    fig = style.layout(go.Figure(), title, "questions answered (%)", "", height=110 + 34 * len(own))
     for name, key, colour in (("first question", "first", style.KEEP), ("second question", "second", style.SKY)):
-        fig.add_trace(go.Bar(name=name, y=names, x=[sum(row[key]) for row in own], orientation="h", marker={"color": colour}))
-    most = max((sum(row["asked"]) for row in own), default=0)
-    fig.update_xaxes(range=[0, most])
+        fig.add_trace(
+            go.Bar(
+                name=name,
+                y=names,
+                x=[100 * sum(row[key]) / sum(row["asked"]) for row in own],
+                orientation="h",
+                marker={"color": colour},
+            )
+        )
+    fig.update_xaxes(range=[0, 100])
     return fig.update_layout(barmode="stack", hovermode=False, margin={"l": 330, "b": 90})
 
 

@@ -48,8 +48,8 @@ def folded(how: str, held: Held, stay: Tensor, first: int, counts: Tensor, thres
                 if how == "cam":
                     after = [i for i in may if kept[i] > j][:spread]
                     if after:
-                        mean = sum(float(held.evidence[b, h, kept[i]]) for i in after) / len(after)
-                        if float(chance(torch.tensor(j), 0)) < float(held.evidence[b, h, j]) / mean:
+                        mean = sum(float(held.evidence[b, h, kept[i]]) / (N - kept[i]) for i in after) / len(after)
+                        if float(chance(torch.tensor(j), 0)) < float(held.evidence[b, h, j]) / (N - j) / mean:
                             for i in after:
                                 out[1][b, h, i] += values[b, h, j] / len(after)
                 elif how == "d2o":
