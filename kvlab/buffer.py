@@ -101,7 +101,9 @@ class Buffer:
             assert self.data is not None
             own, capacity = torch.arange(data.shape[0] * data.shape[1], device=data.device), self.data.shape[2]
             at = index + own.view(*data.shape[:2], 1) * capacity
-            picked = self.data.flatten(0, 2).index_select(0, at.reshape(-1))  # whole rows are copied, where gather would look up each number
+            picked = self.data.flatten(0, 2).index_select(
+                0, at.reshape(-1)
+            )  # whole rows are copied, where gather would look up each number
             self.set(picked.view(b, h, -1, *data.shape[3:]))
 
     def truncate(self, rows: int) -> None:

@@ -56,6 +56,7 @@ class Layer(CacheLayerMixin):
     def reset(self) -> None:
         self.seen = 0  # tokens seen, padding included; positions and masks hang on it, not on what is stored
         self.evicted = False
+        self.dropped = 0  # tokens of all rows and heads that were evicted
         self.new_keys: Tensor | None = None
         self.new_values: Tensor | None = None
         self.fresh_evidence: Tensor | None = None  # what the new step gave each key, until the last reader is done
@@ -169,6 +170,7 @@ class Layer(CacheLayerMixin):
                 buffer.batch(change)
             if self.padding is not None:
                 self.padding = change(self.padding)
+            self.dropped = self.dropped * rows // self.shape.batch
             self.shape = self.store.shape = replace(self.shape, batch=rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -343,6 +345,9 @@ class Layer(CacheLayerMixin):
         history = self.cache.recorded
         if history is not None:
             history.note(self.number, columns, index, priority, self.seen)
+        lists = self.shape.batch * self.shape.kv_heads // (index.shape[0] * index.shape[1])
+        before = int((columns >= 0).sum()) * (index.shape[0] * index.shape[1] // (columns.shape[0] * columns.shape[1]))
+        self.dropped += lists * (before - int((index >= 0).sum()))
         at = index.clamp(min=0)  # a hole, where heads hold different numbers, has no column
         kept = columns.expand(*index.shape[:2], -1).gather(2, at).masked_fill_(index < 0, -1)
         self.columns.set(kept.int())
@@ -645,20 +650,24 @@ class KVCache(Cache):
     def memory(self) -> Memory:
         """Bytes by part and device, logical and allocated, with the high-water mark. See :class:`kvlab.memory.Memory`."""
         parts: dict[tuple[str, str], Part] = {}
-        reference = rows = repacked = 0
+        reference = rows = repacked = dropped = seen = 0
         for layer in self.layers:
             if not layer.is_initialized:
                 continue
             shape = layer.shape
             rows = max(rows, len(layer.store))
             repacked += layer.store.repacked
+            dropped += layer.dropped
+            seen += layer.seen * shape.batch * shape.kv_heads
             reference += layer.seen * shape.batch * shape.kv_heads * (shape.key_dim + shape.value_dim) * 2
             for buffer in layer.buffers():
                 if buffer.allocated:
                     key = (buffer.part, buffer.device)
                     old = parts.get(key, Part(*key, 0, 0))
                     parts[key] = Part(*key, old.logical + buffer.logical, old.allocated + buffer.allocated)
-        return Memory(tuple(parts.values()), self.high_water, reference, self.get_seq_length(), rows, repacked)
+        return Memory(
+            tuple(parts.values()), self.high_water, reference, self.get_seq_length(), rows, repacked, dropped / max(1, seen)
+        )
 
 
 def layer_plan(model: nn.Module) -> list[tuple[int | None, int]]:

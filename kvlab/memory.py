@@ -22,7 +22,8 @@ class Memory:
     ``high_water``: the most bytes the compute device held for this cache at any moment, new tokens and scores in flight included.
     ``reference``: bytes of a 16-bit dense cache of all ``seen`` tokens, what people deploy; ratios are taken against it.
     ``seen`` counts tokens the model has read, ``stored`` those still held. ``repacked``: how often a head's token was written anew as codes, because the
-    group it lay in had lost half its tokens or was cut through; otherwise a code stays as it was written.
+    group it lay in had lost half its tokens or was cut through; otherwise a code stays as it was written. ``evicted``: of all tokens of all layers and
+    heads, the share that was evicted, whatever methods did it together; ``stored`` is the longest head's.
     """
 
     parts: tuple[Part, ...]
@@ -31,6 +32,7 @@ class Memory:
     seen: int
     stored: int
     repacked: int = 0
+    evicted: float = 0.0
 
     @property
     def allocated(self) -> int:
@@ -71,6 +73,7 @@ class Memory:
                 *lines,
                 f"together  {self.allocated:>18,} bytes, {100 * self.ratio:.1f}% of a 16-bit cache of {self.seen:,} tokens; "
                 f"{self.stored:,} held; high-water mark {self.high_water:,} bytes"
+                + (f"; {100 * self.evicted:.1f}% of all layers' and heads' tokens evicted" if self.evicted else "")
                 + (f"; {self.repacked:,} codes' tokens written again" if self.repacked else ""),
             ]
         )

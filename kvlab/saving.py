@@ -18,7 +18,7 @@ from kvlab.buffer import Buffer
 from kvlab.cache import KVCache, Layer
 from kvlab.strategy import Strategy
 
-VERSION = 2
+VERSION = 3
 _VOLATILE = {
     "_name_or_path",
     "transformers_version",
@@ -60,7 +60,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> Path:
         shape = layer.shape
         layers.append(
             {
-                "seen": layer.seen, "evicted": layer.evicted, "rows": rows, "counts": layer.store.counts(), "batch": shape.batch,
+                "seen": layer.seen, "evicted": layer.evicted, "dropped": layer.dropped, "rows": rows, "counts": layer.store.counts(), "batch": shape.batch,
                 "kv_heads": shape.kv_heads, "key_dim": shape.key_dim, "value_dim": shape.value_dim, "dtype": str(shape.dtype).removeprefix("torch."),
             }
         )  # fmt: skip
@@ -139,7 +139,7 @@ def _digest(tensors: dict[str, Tensor]) -> str:
 def _restore(layer: Layer, about: dict[str, Any], rows: dict[int, Tensor | None], padding: Tensor | None, path: Path) -> None:
     device, dtype = layer.cache.device, getattr(torch, about["dtype"])
     layer.prepare(about["batch"], about["kv_heads"], about["key_dim"], about["value_dim"], dtype, device)
-    layer.seen, layer.evicted = about["seen"], about["evicted"]
+    layer.seen, layer.evicted, layer.dropped = about["seen"], about["evicted"], about["dropped"]
     layer.padding = None if padding is None else padding.bool().to(device)
     buffers: list[Buffer] = layer.buffers()
     if len(buffers) != len(about["rows"]):

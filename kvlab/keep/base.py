@@ -255,6 +255,65 @@ class Budgeted(Keep, abstract=True):
         return held.evidence
 
 
+class Around(Keep, abstract=True):
+    """A keep around another: everything is ``inner``'s, until a subclass says otherwise. Several may be put around each other."""
+
+    inner: Any
+
+    def evidence_of(
+        self, able: Callable[[Keep], bool] = lambda _: True, why: str = "has no budget", allowed: str = "methods with a budget"
+    ) -> None:
+        """Raise ``ValueError`` unless the innermost method has a budget and evidence, and is ``able``."""
+        one = self.inner
+        while isinstance(one, Around):
+            if one.merges:
+                raise ValueError(
+                    f"{type(self).__name__}: inner={type(one).__name__} folds what goes away, so nothing can be around it (allowed: the other way round)"
+                )
+            one = one.inner
+        if not isinstance(one, Budgeted) or not able(one):
+            raise ValueError(f"{type(self).__name__}: inner={type(self.inner).__name__} {why} (allowed: {allowed})")
+
+    @property
+    def needs(self) -> frozenset[str]:  # type: ignore[override]
+        return frozenset(self.inner.needs)
+
+    @property
+    def carries(self) -> bool:  # type: ignore[override]
+        return bool(self.inner.carries)
+
+    @property
+    def differs(self) -> str:  # type: ignore[override]
+        return str(self.inner.differs)
+
+    @property
+    def ragged(self) -> bool:  # type: ignore[override]
+        return bool(self.inner.ragged)
+
+    @property
+    def slack(self) -> int:
+        return int(self.inner.slack)
+
+    @property
+    def protected(self) -> int:
+        return int(self.inner.protected)
+
+    def state(self, *shape: Any) -> KeepState:
+        return self.inner.state(*shape)  # type: ignore[no-any-return]
+
+    def limit(self, room: Room) -> int:
+        return int(self.inner.limit(room))
+
+    def observe(self, weights: Tensor, after: int) -> Tensor:
+        return self.inner.observe(weights, after)  # type: ignore[no-any-return]
+
+    def priority(self, held: Held) -> Tensor:
+        return self.inner.priority(held)  # type: ignore[no-any-return]
+
+    def admit(self, roles: Tensor, turns: Tensor, limit: int) -> None:
+        self.inner.admit(roles, turns, limit)
+
+
 @dataclass(frozen=True)
 class Visible(Keep, abstract=True):
     """A model's own window: what its attention can still see of a layer. No setting of a strategy, the cache uses it by itself."""

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvlab.keep.base import PROTECTED, ROLES, Budgeted, Held, Keep, Room, budget, tokens_of
+from kvlab.keep.base import PROTECTED, ROLES, Around, Held, Room, budget, tokens_of
 from kvlab.keep.heavy_hitter import HeavyHitter
 from kvlab.strategy import param
 
 
 @dataclass(frozen=True)
-class Conversation(Keep):
+class Conversation(Around):
     """``budget`` tokens per layer and KV head, chosen by roles and turns.
 
     Always kept: system messages, all that the user said, and the newest ``turns`` turns (a turn is a user's message and what follows it), whoever
@@ -36,33 +36,18 @@ class Conversation(Keep):
     )
 
     def check(self) -> None:
-        if not isinstance(self.inner, Budgeted):
-            raise ValueError(f"Conversation: inner={type(self.inner).__name__} has no evidence (allowed: methods with a budget)")
+        self.evidence_of(why="has no evidence")
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset(self.inner.needs) | {"roles"}
 
     @property
-    def carries(self) -> bool:  # type: ignore[override]
-        return bool(self.inner.carries)
-
-    @property
-    def differs(self) -> str:  # type: ignore[override]
-        return str(self.inner.differs)
-
-    @property
-    def protected(self) -> int:
-        return int(self.inner.protected)
-
-    def state(self, *shape: Any) -> Any:
-        return self.inner.state(*shape)
+    def slack(self) -> int:
+        return 0
 
     def limit(self, room: Room) -> int:
         return tokens_of(self.budget, room, self.protected, "Conversation")
-
-    def observe(self, weights: Tensor, after: int) -> Tensor:
-        return self.inner.observe(weights, after)  # type: ignore[no-any-return]
 
     def admit(self, roles: Tensor, turns: Tensor, limit: int) -> None:
         kept = int(self._always(roles, turns).sum())

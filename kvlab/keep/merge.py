@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlab.keep.base import Budgeted, Held, Keep, Room
+from kvlab.keep.base import Around, Held
 from kvlab.keep.heavy_hitter import HeavyHitter
 from kvlab.keep.random import chance
 from kvlab.strategy import param
 
 
 @dataclass(frozen=True)
-class Merge(Keep):
+class Merge(Around):
     """``inner`` says who stays; ``how`` says what becomes of the others.
 
     - "cam" (CaM, ICML 2024): the value of a token that goes is shared out among the ``spread`` kept ones after it, with a probability that is the
@@ -46,8 +46,7 @@ class Merge(Keep):
     seed: int = param(0, low=0, high=65535, step=1, help="Chance for cam.")
 
     def check(self) -> None:
-        if not isinstance(self.inner, Budgeted):
-            raise ValueError(f"Merge: inner={type(self.inner).__name__} evicts by no evidence (allowed: methods with a budget)")
+        self.evidence_of(lambda one: not self.inner.ragged, "evicts by no evidence, or heads hold different numbers of tokens")
         if self.how == "cam" and "attention" not in self.inner.needs:
             raise ValueError(
                 f"Merge: how='cam' needs evidence of attention, which {type(self.inner).__name__} does not collect (allowed: HeavyHitter, TOVA, SnapKV, Scissorhands)"
@@ -56,34 +55,6 @@ class Merge(Keep):
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset(self.inner.needs) | {"rewrite", "keys"}
-
-    @property
-    def carries(self) -> bool:  # type: ignore[override]
-        return bool(self.inner.carries)
-
-    @property
-    def differs(self) -> str:  # type: ignore[override]
-        return str(self.inner.differs)
-
-    @property
-    def slack(self) -> int:
-        return int(self.inner.slack)
-
-    @property
-    def protected(self) -> int:
-        return int(self.inner.protected)
-
-    def state(self, *shape: Any) -> Any:
-        return self.inner.state(*shape)
-
-    def limit(self, room: Room) -> int:
-        return int(self.inner.limit(room))
-
-    def observe(self, weights: Tensor, after: int) -> Tensor:
-        return self.inner.observe(weights, after)  # type: ignore[no-any-return]
-
-    def priority(self, held: Held) -> Tensor:
-        return self.inner.priority(held)  # type: ignore[no-any-return]
 
     def fold(self, held: Held, stay: Tensor, first: int, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert held.keys is not None and held.values is not None

@@ -12,7 +12,6 @@ from kvlab.keep.base import Keep, KeepState
 from kvlab.rope import Rope
 from kvlab.strategy import param
 
-
 HALF = float(torch.finfo(torch.float16).max)
 
 

@@ -176,7 +176,10 @@ def _ours(shape: Shape, keys: Tensor, values: Tensor) -> dict[str, _Contender]:
     }
     strategies = {name: Strategy(store=store) for name, store in stores.items()}
     heavy = HeavyHitter(budget=512)
-    strategies |= {"kvlab dense, H2O with budget 512": Strategy(keep=heavy), "kvlab int4, H2O with budget 512": Strategy(keep=heavy, store=Int(bits=4))}
+    strategies |= {
+        "kvlab dense, H2O with budget 512": Strategy(keep=heavy),
+        "kvlab int4, H2O with budget 512": Strategy(keep=heavy, store=Int(bits=4)),
+    }
     return {name: _Ours(model, strategy, keys, values) for name, strategy in strategies.items()}
 
 

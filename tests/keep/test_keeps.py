@@ -308,6 +308,26 @@ def test_heads_that_share_a_budget(page, where):
         assert sum(b.logical for b in layer.store.pages) == pages * page * 2 * 16 * 4  # what a head does not hold takes no room
 
 
+def test_two_prunings_report_what_they_removed_together():
+    """A pyramid over three layers, and heads that share within each: 40 tokens, 12 a head on average, so 28 of 40 are gone in all."""
+    model = zoo.model("llama")
+    ids = torch.randint(3, 97, (2, TOKENS), generator=torch.Generator().manual_seed(3))
+    both = keep.AdaKV(keep.PyramidKV(keep.HeavyHitter(**COMMON), beta=3))
+    other = keep.PyramidKV(keep.AdaKV(keep.HeavyHitter(**COMMON)), beta=3)
+    for method in (both, other):
+        _, cache = ours(model, Strategy(keep=method, store=store.Paged(page=4)), ids, [20, 30, TOKENS])
+        held = [(layer.dense()[2] >= 0).sum((1, 2)).tolist() for layer in cache.layers]
+        assert held == [[2 * (6 + n)] * 2 for n in (10, 6, 2)]
+        assert cache.memory().evicted == pytest.approx(28 / 40)
+        assert "70.0% of all layers' and heads' tokens evicted" in str(cache.memory())
+    _, cache = ours(model, Strategy(keep=keep.Window(size=8, sinks=2)), ids, [20, 30, TOKENS])
+    assert cache.memory().evicted == pytest.approx(30 / 40)
+    _, cache = ours(model, Strategy(), ids, [TOKENS])
+    assert cache.memory().evicted == 0
+    with pytest.raises(ValueError, match="inner=Merge folds what goes away"):
+        keep.PyramidKV(keep.Merge())
+
+
 def test_heads_share_in_batches_with_padding_and_pieces():
     """Rows alone and together, in one piece and then token by token: the same logits, budgets held by each row."""
     model = zoo.model("llama")
