@@ -1,7 +1,7 @@
-"""What panels share that look into the keys and values of one text: it is read once, in the background, and every control may then be moved.
+"""What panels share that look into one text: it is read in the background, and every control may then be moved.
 
 A panel of this kind says what its cards and controls are, and what to work out when one was moved; the bar, the line in red, progress, cancelled and
-outdated runs, and the picture for readers are here.
+outdated runs, and the picture for readers are here. `StoreBench` is of the panels on keys and values, which read the text once.
 """
 
 import base64
@@ -10,7 +10,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import ipywidgets as widgets
 import plotly.graph_objects as go
@@ -30,7 +30,7 @@ from kvlab.plots import inspect as plots
 from kvlab.plots import style
 from kvlab.store.base import Store
 
-LAYERS = "layers"  # the card with the errors of every layer, which each of these panels has
+LAYERS = "layers"  # the card with the errors of every layer, which each panel on a store has
 
 
 class Drawing(NamedTuple):
@@ -41,35 +41,40 @@ class Drawing(NamedTuple):
     empty: Callable[[], go.Figure]
 
 
+class Box(NamedTuple):
+    """Some of the controls: their name, the question that they answer, their hue, and the widgets."""
+
+    name: str
+    question: str
+    hue: str
+    inside: Sequence[widgets.Widget]
+
+
 class Bench(widgets.VBox):
     """One panel on one model and one text.
 
-    `layer` chooses a layer, `cancel` ends a run. `cards`, `figures`: by the names of `drawings`. `text` says all of it in words, `error.value` is
-    empty when all is well. `shown` holds what is on show by name: "recorded", "store", "errors" and what the panel adds.
+    `cancel` ends a run. `cards`, `figures`: by the names of `drawings`. `text` says all of it in words, `error.value` is empty when all is well.
+    `shown` holds what is on show by name; under `asked`, what the controls had asked for.
 
     Args:
         lab: the model; None loads SmolLM2-135M in the background, once the panel is there.
         prompt: text, or ids `[1, n]`; None takes the reference text.
-        question: what the controls `look` answer; `layer` comes before them.
-        store: the controls of the store.
-        drawings: the cards by name, `LAYERS` among them; columns: where they stand.
+        boxes: the controls; drawings: the cards by name; columns: where they stand.
     """
+
+    asked: ClassVar[str] = "store"
 
     def __init__(
         self,
         lab: Lab | None,
         prompt: str | Tensor | None,
         *,
-        question: str,
-        look: Sequence[widgets.Widget],
-        store: Sequence[widgets.Widget],
+        boxes: Sequence[Box],
         drawings: Mapping[str, Drawing],
         columns: Sequence[Sequence[str]],
     ) -> None:
         self._lab, self._columns = lab, columns
         self._prompt = texts.prompts()["reference"] if prompt is None else prompt
-        self._recorded: inspect.Recorded | None = None
-        self._errors: tuple[Store, inspect.LayerErrors] | None = None
         self.shown: dict[str, Any] = {}
         self._setting = False  # controls are being set by the panel itself
         self._last_progress = 0.0
@@ -82,8 +87,7 @@ class Bench(widgets.VBox):
         self.cards = {name: Card(own.title, [self.figures[name], self._legends[name]]) for name, own in drawings.items()}
         state = widgets.HBox([self.progress, self.stage]).add_class("kvlab-row").add_class("kvlab-grow")
         bar = widgets.HBox([self.model, self.cancel, state]).add_class("kvlab-bar")
-        boxes = [_box("look at", question, style.FULL, look), _box("store", QUESTIONS["store"], HUES["store"], store)]
-        side = widgets.VBox([widgets.VBox(boxes).add_class("kvlab-boxes")]).add_class("kvlab-side")
+        side = widgets.VBox([widgets.VBox([_box(box) for box in boxes]).add_class("kvlab-boxes")]).add_class("kvlab-side")
         placed = [widgets.VBox([self.cards[name] for name in names]).add_class("kvlab-column") for names in columns]
         body = widgets.HBox([side, widgets.VBox(placed).add_class("kvlab-figures")]).add_class("kvlab-main")
         super().__init__([widgets.HTML(CSS), bar, self.error, body])
@@ -92,15 +96,11 @@ class Bench(widgets.VBox):
 
     # what a panel of this kind says
 
-    def _read(self) -> Store:
-        """The store that the controls describe. Raises `ValueError` where they do not go together."""
+    def _read(self) -> Any:
+        """What the controls ask for. Raises `ValueError` where they do not go together."""
         raise NotImplementedError
 
-    def _offer(self, recorded: inspect.Recorded) -> None:
-        """The text has been read: set the ranges of the controls. Under the runner's lock."""
-        raise NotImplementedError
-
-    def _look(self, ticket: Ticket, recorded: inspect.Recorded, store: Store, progress: Progress) -> None:
+    def _answer(self, ticket: Ticket, lab: Lab, asked: Any, progress: Progress) -> None:
         """Work everything out, and show it. On the runner's thread."""
         raise NotImplementedError
 
@@ -122,7 +122,7 @@ class Bench(widgets.VBox):
             return
         with self.runner.lock:
             try:
-                store = self._read()
+                asked = self._read()
             except ValueError as problem:
                 self.runner.cancel()
                 self._fail(problem)
@@ -132,9 +132,9 @@ class Bench(widgets.VBox):
             for card in self.cards.values():
                 card.mark("waiting")
             self.stage.value = "waiting its turn"
-            self.runner.submit(lambda ticket: self._work(ticket, store))
+            self.runner.submit(lambda ticket: self._work(ticket, asked))
 
-    def _work(self, ticket: Ticket, store: Store) -> None:
+    def _work(self, ticket: Ticket, asked: Any) -> None:
         """On the runner's thread."""
 
         def progress(stage: str, done: int, total: int) -> None:
@@ -143,40 +143,16 @@ class Bench(widgets.VBox):
                 self._last_progress = time.monotonic()
                 ticket.show(self._progress, stage, done / max(1, total))
 
-        recorded = self._recorded
-        if recorded is None:
-            if self._lab is None:
-                ticket.show(self._progress, "loading the model", 0.0)
-                self._lab = load_model(SMOLLM2)
-            recorded = inspect.record(self._lab, self._prompt, progress)
-            ticket.show(self._meet, recorded)
-        self._look(ticket, recorded, store, progress)
-
-    def _look_at_errors(
-        self, ticket: Ticket, recorded: inspect.Recorded, store: Store, layer: int, progress: Progress, more: str = ""
-    ) -> None:
-        """The errors of every layer, in their card; `more` follows the line of text."""
-        if self._errors is None or self._errors[0] != store:
-            errors = inspect.layer_errors(recorded, store, progress)
-            ticket.show(self._keep, store, errors)
-        ticket.show(self._draw_errors, layer, more)
+        if self._lab is None:
+            ticket.show(self._progress, "loading the model", 0.0)
+            self._lab = load_model(SMOLLM2)
+        self._answer(ticket, self._lab, asked, progress)
 
     # always under the runner's lock
 
-    def _meet(self, recorded: inspect.Recorded) -> None:
+    def _name(self, tokens: int) -> None:
         assert self._lab is not None
-        self._recorded = self.shown["recorded"] = recorded
-        self.model.value = f"{html.escape(self._lab.name)}, {recorded.tokens:,} tokens"
-        self._offer(recorded)
-
-    def _keep(self, store: Store, errors: inspect.LayerErrors) -> None:
-        self._errors = (store, errors)
-        self.shown |= {"store": store, "errors": errors}
-
-    def _draw_errors(self, layer: int, more: str) -> None:
-        errors = self.shown["errors"]
-        plots.update_layer_errors(self.figures[LAYERS], errors, layer)
-        self._say(LAYERS, f"{plots.layer_errors_summary(errors)} {more}".strip(), "all heads, all tokens")
+        self.model.value = f"{html.escape(self._lab.name)}, {tokens:,} tokens"
 
     def _set(self, slider: widgets.IntSlider, low: int, high: int, value: int) -> None:
         self._setting = True
@@ -230,9 +206,9 @@ class Bench(widgets.VBox):
     # for notebooks that are read, not run
 
     def __repr__(self) -> str:
-        if "store" not in self.shown:
+        if self.asked not in self.shown:
             return f"{type(self).__name__}: nothing looked at yet"
-        return f"{type(self).__name__}: {self.shown['store'].to_code()}\n{self.text}"
+        return f"{type(self).__name__}: {self.shown[self.asked].to_code()}\n{self.text}"
 
     def _repr_mimebundle_(self, **settings: Any) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_(**settings)
@@ -244,6 +220,76 @@ class Bench(widgets.VBox):
         return bundle
 
 
+class StoreBench(Bench):
+    """A panel on what a store makes of keys and values. The text is read once; `shown` holds "recorded", "store", "errors" and what the panel adds.
+
+    Args:
+        lab, prompt, drawings, columns: as in `Bench`; `LAYERS` is among the drawings.
+        question: what the controls `look` answer.
+        store: the controls of the store.
+    """
+
+    def __init__(
+        self,
+        lab: Lab | None,
+        prompt: str | Tensor | None,
+        *,
+        question: str,
+        look: Sequence[widgets.Widget],
+        store: Sequence[widgets.Widget],
+        drawings: Mapping[str, Drawing],
+        columns: Sequence[Sequence[str]],
+    ) -> None:
+        self._recorded: inspect.Recorded | None = None
+        self._errors: tuple[Store, inspect.LayerErrors] | None = None
+        boxes = [Box("look at", question, style.FULL, look), Box("store", QUESTIONS["store"], HUES["store"], store)]
+        super().__init__(lab, prompt, boxes=boxes, drawings=drawings, columns=columns)
+
+    # what a panel of this kind says
+
+    def _offer(self, recorded: inspect.Recorded) -> None:
+        """The text has been read: set the ranges of the controls. Under the runner's lock."""
+        raise NotImplementedError
+
+    def _look(self, ticket: Ticket, recorded: inspect.Recorded, store: Store, progress: Progress) -> None:
+        """Work everything out, and show it. On the runner's thread."""
+        raise NotImplementedError
+
+    # on the runner's thread
+
+    def _answer(self, ticket: Ticket, lab: Lab, asked: Store, progress: Progress) -> None:
+        recorded = self._recorded
+        if recorded is None:
+            recorded = inspect.record(lab, self._prompt, progress)
+            ticket.show(self._meet, recorded)
+        self._look(ticket, recorded, asked, progress)
+
+    def _look_at_errors(
+        self, ticket: Ticket, recorded: inspect.Recorded, store: Store, layer: int, progress: Progress, more: str = ""
+    ) -> None:
+        """The errors of every layer, in their card; `more` follows the line of text."""
+        if self._errors is None or self._errors[0] != store:
+            errors = inspect.layer_errors(recorded, store, progress)
+            ticket.show(self._keep, store, errors)
+        ticket.show(self._draw_errors, layer, more)
+
+    # always under the runner's lock
+
+    def _meet(self, recorded: inspect.Recorded) -> None:
+        self._recorded = self.shown["recorded"] = recorded
+        self._name(recorded.tokens)
+        self._offer(recorded)
+
+    def _keep(self, store: Store, errors: inspect.LayerErrors) -> None:
+        self._errors = (store, errors)
+        self.shown |= {"store": store, "errors": errors}
+
+    def _draw_errors(self, layer: int, more: str) -> None:
+        errors = self.shown["errors"]
+        plots.update_layer_errors(self.figures[LAYERS], errors, layer)
+        self._say(LAYERS, f"{plots.layer_errors_summary(errors)} {more}".strip(), "all heads, all tokens")
+
+
 def slider(label: str, help: str, **settings: Any) -> widgets.IntSlider:
     """A slider of whole numbers that reports when it is released; its range comes with the text."""
     common = {"style": {"description_width": "initial"}, "layout": {"width": "auto"}, "continuous_update": False}
@@ -251,6 +297,6 @@ def slider(label: str, help: str, **settings: Any) -> widgets.IntSlider:
     return made.add_class("kvlab-setting")
 
 
-def _box(name: str, question: str, hue: str, inside: Sequence[widgets.Widget]) -> widgets.Widget:
-    head = widgets.HTML(f'<div class="kvlab-axis" style="--hue:{hue}"><b>{name}</b> {question}</div>')
-    return widgets.VBox([head, *inside]).add_class("kvlab-box").add_class(f"kvlab-{name.replace(' ', '-')}")
+def _box(box: Box) -> widgets.Widget:
+    head = widgets.HTML(f'<div class="kvlab-axis" style="--hue:{box.hue}"><b>{box.name}</b> {box.question}</div>')
+    return widgets.VBox([head, *box.inside]).add_class("kvlab-box").add_class(f"kvlab-{box.name.replace(' ', '-')}")

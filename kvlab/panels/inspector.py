@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvlab.lab import Lab, Progress
 from kvlab.measure import inspect
-from kvlab.panels.bench import LAYERS, Bench, Drawing, slider
+from kvlab.panels.bench import LAYERS, Drawing, StoreBench, slider
 from kvlab.panels.runner import Ticket
 from kvlab.panels.widgets import MethodControls
 from kvlab.plots import inspect as plots
@@ -30,7 +30,7 @@ DRAWINGS = {
 COLUMNS = (("token", "channels"), ("channel", LAYERS, "bits"))
 
 
-class Inspector(Bench):
+class Inspector(StoreBench):
     """One panel on one model and one text, which is read once.
 
     Controls: `what` ("keys" or "values"), `layer`, `head` (a KV head), `token`, `channel`; `controls` is the store, with `.choice` and

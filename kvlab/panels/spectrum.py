@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvlab.lab import Lab, Progress
 from kvlab.measure import inspect, spectra
-from kvlab.panels.bench import LAYERS, Bench, Drawing, slider
+from kvlab.panels.bench import LAYERS, Drawing, StoreBench, slider
 from kvlab.panels.runner import Ticket
 from kvlab.panels.widgets import control
 from kvlab.plots import inspect as errors
@@ -31,7 +31,7 @@ DRAWINGS = {
 COLUMNS = (("kept",), ("needed", LAYERS))
 
 
-class Spectrum(Bench):
+class Spectrum(StoreBench):
     """One panel on one model and one text, which is read once.
 
     Controls: `layer`, `share` (of the variance, what the rank needed by layer is for); of the store `rank`, `bits`, `pre_rope` and `values`; `cancel`

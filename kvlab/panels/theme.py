@@ -43,7 +43,7 @@ CSS = f"""<style>
 .kvlab-head b {{ font-size: 14px; }}
 .kvlab-badge {{ font-size: 12px; color: var(--faint); white-space: nowrap; overflow: hidden; text-overflow: ellipsis; }}
 .kvlab-badge.stale {{ color: var(--danger); font-weight: 600; }}
-.kvlab-summary {{ color: var(--ink); padding-top: 2px; }}
+.kvlab-summary {{ color: var(--ink); padding-top: 2px; white-space: pre-line; }}
 .kvlab-legend {{ display: flex; flex-flow: row wrap; gap: 1px 12px; color: var(--faint); font-size: 12px; padding: 0 0 4px; }}
 .kvlab-legend i {{ display: inline-block; width: 14px; margin-right: 5px; vertical-align: middle; }}
 .kvlab-legend .kvlab-patch {{ height: 10px; border-radius: 2px; }}
@@ -101,5 +101,6 @@ CSS = f"""<style>
 {_DARK} .kvlab-legend i[style*="background:{style.INK}"] {{ background: #e0e0e0 !important; }}
 {_DARK} .kvlab-legend i[style*="solid {style.INK}"], {_DARK} .kvlab-legend i[style*="dashed {style.INK}"],
 {_DARK} .kvlab-legend i[style*="dotted {style.INK}"] {{ border-color: #e0e0e0 !important; }}
+{_DARK} .kvlab-legend i[style*="solid {style.STATE}"] {{ outline: 1px solid white; }}
 {_DARK} .js-plotly-plot .modebar-group {{ background: transparent !important; }}
 </style>"""

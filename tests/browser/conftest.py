@@ -1,5 +1,6 @@
 """JupyterLab in a real browser, started once for all tests of this folder; pictures of each state are left in `tests/browser/shots/`."""
 
+import json
 import os
 import secrets
 import shutil
@@ -29,13 +30,27 @@ MARKS = [
 ]
 Opened = Callable[[str], Any]
 
+WRITTEN = {
+    "river": (
+        "from kvlab import Strategy, keep, texts\nfrom kvlab.panels.river import TokenRiver",
+        "TokenRiver(None, texts.reference_text()[:400], Strategy(keep=keep.HeavyHitter(budget=32, recent=8)))",
+    )
+}
+"""Notebooks for panels that have none of their own: name -> cells."""
+
 
 @pytest.fixture(scope="session")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """JupyterLab on a free port of this machine, with a token, in a copy of the notebooks: the address of a notebook, with `{0}` for its name."""
+    """JupyterLab on a free port of this machine, with a token, in a copy of the notebooks and with those of `WRITTEN`: the address of a notebook, with `{0}` for its name."""
     pytest.importorskip("jupyterlab")
     home = tmp_path_factory.mktemp("jupyter")
     shutil.copytree(ROOT / "notebooks", home / "notebooks", ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    for name, sources in WRITTEN.items():
+        empty = {"cell_type": "code", "metadata": {}, "execution_count": None, "outputs": []}
+        cells = [empty | {"id": f"{name}-{number}", "source": source} for number, source in enumerate(sources)]
+        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        book = {"nbformat": 4, "nbformat_minor": 5, "metadata": kernel, "cells": cells}
+        (home / "notebooks" / f"{name}.ipynb").write_text(json.dumps(book))
     notices = home / "settings" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
     notices.parent.mkdir(parents=True)
     notices.write_text('{"fetchNews": "false"}')  # else a question lies over the pictures
