@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of bytes on one device. ``name``: keys, values, codes, scales, tables, residual, columns, evidence."""
+    """One kind of bytes on one device. ``name``: keys, values, codes, scales, basis, coefficients, tables, residual, columns, evidence, pages, counts."""
 
     name: str
     device: str

@@ -152,7 +152,10 @@ def river(
     prefill = n // 2 if prefill is None else prefill
     cache = KVCache(lab.model, strategy)
     history = cache.history()
-    read(lab, ids, cache, prefill, step, chunk=strategy.chunk, progress=progress, stage="reading with the strategy")
+    try:
+        read(lab, ids, cache, prefill, step, chunk=strategy.chunk, progress=progress, stage="reading with the strategy")
+    finally:
+        cache.close()
     heads = [layer.shape.kv_heads for layer in cache.layers if layer.is_initialized]
     if len(set(heads)) != 1:
         raise ValueError(
@@ -162,7 +165,6 @@ def river(
     tables = [
         torch.stack([table(layer, n, heads[0]) for layer in layers]) for table in (history.gone, history.worth, history.floor)
     ]
-    cache.close()
     full = KVCache(lab.model)
     watches = [_Lost(layer, gone) for layer, gone in zip(layers, tables[0], strict=True)]
     for watch in watches:

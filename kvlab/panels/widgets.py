@@ -7,6 +7,7 @@ not allowed; `show(...)` sets them without telling anyone.
 import html
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ipywidgets as widgets
@@ -21,8 +22,7 @@ Changed = Callable[[], None]
 
 def control(name: str, setting: Setting, default: Any, changed: Changed) -> widgets.Widget:
     """The widget for one setting, by its declaration alone; its label carries the unit, its tooltip the help text."""
-    title = setting.title or name.replace("_", " ")
-    label = f"{title} ({setting.unit})" if setting.unit not in ("", title) else title
+    label = label_of(name, setting)
     common = {"description": label, "tooltip": setting.help, "style": {"description_width": "initial"}}
     made: Any
     if isinstance(default, Method):
@@ -52,6 +52,12 @@ def control(name: str, setting: Setting, default: Any, changed: Changed) -> widg
     made.add_class("kvlab-setting")
     made.observe(lambda _: changed(), "value")
     return made
+
+
+def label_of(name: str, setting: Setting) -> str:
+    """What stands beside a control: the setting's name, and its unit where that says more."""
+    title = setting.title or name.replace("_", " ")
+    return f"{title} ({setting.unit})" if setting.unit not in ("", title) else title
 
 
 def doublings(setting: Setting) -> list[int]:
@@ -84,6 +90,9 @@ class MethodControls(widgets.VBox):
         self.label = label
         self.axis, self._tell = axis, changed
         self._made: dict[str, dict[str, Any]] = {}
+        self._said: dict[
+            tuple[str, str], Any
+        ] = {}  # what a slider cannot show: a budget as a share or as bytes, until it is moved
         self._quiet = False
         self._tokens: int | None = None
         known = sorted(methods(axis).items(), key=lambda item: item[0] != DEFAULTS[axis])  # what changes nothing comes first
@@ -105,14 +114,17 @@ class MethodControls(widgets.VBox):
         if name not in self._made:
             fields: Any = self.method.__dataclass_fields__  # type: ignore[attr-defined]
             self._made[name] = {
-                key: control(key, setting, fields[key].default, self._changed) for key, setting in self.method.settings().items()
+                key: control(key, setting, fields[key].default, partial(self._moved, name, key))
+                for key, setting in self.method.settings().items()
             }
             self._limit(name)
         return self._made[name]
 
     def read(self) -> Method:
         """The method that the controls describe. Raises `ValueError` for settings that do not go together."""
-        return self.method(**{k: w.read() if isinstance(w, MethodControls) else w.value for k, w in self.settings.items()})
+        chosen = {k: w.read() if isinstance(w, MethodControls) else w.value for k, w in self.settings.items()}
+        said = {key: value for (name, key), value in self._said.items() if name == self.choice.value}
+        return self.method(**chosen | said)
 
     def show(self, method: Method) -> None:
         """Set every control to `method`."""
@@ -122,7 +134,11 @@ class MethodControls(widgets.VBox):
                 value = getattr(method, name)
                 if isinstance(widget, MethodControls):
                     widget.show(value)
+                elif isinstance(widget, widgets.IntSlider) and not isinstance(value, int):
+                    self._said[self.choice.value, name] = value
+                    widget.description = f"{name}: {value}"
                 else:
+                    self._moved(self.choice.value, name)
                     _set(widget, value)
             self._arrange()
 
@@ -142,6 +158,12 @@ class MethodControls(widgets.VBox):
                 widget.limit(self._tokens)
             elif isinstance(widget, widgets.IntSlider) and setting.unit == "tokens":
                 limit_slider(widget, setting, self._tokens)
+
+    def _moved(self, method: str, name: str) -> None:
+        if self._said.pop((method, name), None) is not None:
+            setting = methods(self.axis)[method].settings()[name]
+            self._made[method][name].description = label_of(name, setting)
+        self._changed()
 
     def _chosen(self, _: Any) -> None:
         self._arrange()

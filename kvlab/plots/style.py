@@ -33,9 +33,11 @@ PARTS = {
     "tables": "#8A6D3B",
     "columns": "#C9B99A",
     "evidence": KEEP,
+    "pages": "#4A9BCB",
+    "counts": "#8DC1E0",
     "scratch": PLACE,
 }
-"""Parts of `Memory.by_part()`: the store's in the orange family, the keep's evidence blue, the place's scratch green."""
+"""Parts of `Memory.by_part()`: the store's in the orange family, what a keep remembers in the blue, the place's scratch green."""
 
 KIND_LINES = {
     "MHA": (FULL, "solid"),

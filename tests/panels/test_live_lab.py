@@ -441,6 +441,19 @@ def test_controls_follow_a_strategy_silently_and_remember_settings() -> None:
     assert told == [1]
 
 
+@pytest.mark.parametrize("budget", [0.25, "4 MB"])
+def test_a_budget_that_is_no_number_of_tokens_is_kept_until_its_slider_is_moved(budget: float | str) -> None:
+    told: list[int] = []
+    controls = MethodControls("keep", keep.HeavyHitter(budget=budget), lambda: told.append(1))
+    slider = controls.settings["budget"]
+    assert controls.read() == keep.HeavyHitter(budget=budget) and str(budget) in slider.description and not told
+    slider.value = 512
+    assert controls.read() == keep.HeavyHitter(budget=512) and slider.description == "budget (tokens)" and len(told) == 1
+    controls.show(keep.HeavyHitter(budget=budget))
+    controls.show(keep.HeavyHitter(budget=128))
+    assert controls.read() == keep.HeavyHitter(budget=128) and len(told) == 1
+
+
 def test_sliders_of_tokens_end_where_the_sequence_is_covered() -> None:
     controls = StrategyControls(Strategy(keep=keep.HeavyHitter()), lambda: None)
     controls.limit(533)
