@@ -139,6 +139,10 @@ class Keep(Method, abstract=True):
         lists = {"never": 1, "row": batch, "head": batch * kv_heads}[self.differs]
         return 4.0 * lists * ("evict" in self.needs) + 4.0 * batch * kv_heads * ("attention" in self.needs)
 
+    def predict(self, rows: int, layer: int, batch: int, heads: int, kv_heads: int, dim: int) -> dict[str, float]:
+        """Bytes by part of what :meth:`state` holds of one layer beside evidence for each token, once ``rows`` tokens are held."""
+        return {}
+
     def priority(self, held: Held) -> Tensor:
         """float32 ``[b, h, n]``: who stays when room is short, the highest first, ties to the newest. ``PROTECTED`` never goes.
 
@@ -300,6 +304,9 @@ class Around(Keep, abstract=True):
 
     def state(self, *shape: Any) -> KeepState:
         return self.inner.state(*shape)  # type: ignore[no-any-return]
+
+    def predict(self, rows: int, layer: int, batch: int, heads: int, kv_heads: int, dim: int) -> dict[str, float]:
+        return dict(self.inner.predict(rows, layer, batch, heads, kv_heads, dim))
 
     def limit(self, room: Room) -> int:
         return int(self.inner.limit(room))

@@ -41,6 +41,9 @@ class ExpectedAttention(Budgeted):
     def state(self, heads: int, kv_heads: int, batch: int, dim: int, rope: Rope | None, layer: int) -> KeepState:
         return Moments(rope)
 
+    def predict(self, rows: int, layer: int, batch: int, heads: int, kv_heads: int, dim: int) -> dict[str, float]:
+        return {"evidence": 4.0 * batch * (1 + heads * dim * (1 + dim))}
+
     def worth(self, held: Held) -> Tensor:
         assert held.keys is not None and held.values is not None
         keys = held.keys()

@@ -56,6 +56,11 @@ class Merge(Around):
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset(self.inner.needs) | {"rewrite", "keys"}
 
+    def predict(self, rows: int, layer: int, batch: int, heads: int, kv_heads: int, dim: int) -> dict[str, float]:
+        own = self.inner.predict(rows, layer, batch, heads, kv_heads, dim)
+        counted = self.weigh and self.how != "cam"
+        return own | ({"counts": 4.0 * batch * kv_heads * rows} if counted else {})
+
     def fold(self, held: Held, stay: Tensor, first: int, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert held.keys is not None and held.values is not None
         keys, values = held.keys(), held.values()

@@ -43,6 +43,9 @@ class Quest(Keep):
     def state(self, heads: int, kv_heads: int, batch: int, dim: int, rope: Rope | None, layer: int) -> KeepState:
         return KeepState() if layer < self.dense else Pages(self.page, self.budget // self.page)
 
+    def predict(self, rows: int, layer: int, batch: int, heads: int, kv_heads: int, dim: int) -> dict[str, float]:
+        return {} if layer < self.dense else {"pages": 2.0 * 2 * batch * kv_heads * -(-rows // self.page) * dim}
+
 
 class Pages(KeepState):
     """Least and largest number of each key channel, a page a row, in 16 bits."""

@@ -36,6 +36,9 @@ def predict(geometry: Geometry, strategy: Strategy, tokens: int, *, batch: int =
             parts["columns"] = rows * 4 * {"never": 1, "row": batch, "head": batch * layer.kv_heads}[keep.differs]
         if "attention" in keep.needs:
             parts["evidence"] = rows * 4 * batch * layer.kv_heads
+        for part, size in keep.predict(rows, number, batch, geometry.query_heads, layer.kv_heads, layer.key_dim).items():
+            if part != "counts" or rows < tokens:  # nothing is merged before something goes
+                parts[part] = parts.get(part, 0.0) + size
         for part, size in parts.items():
             out[part] = out.get(part, 0.0) + size
     return out

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kvlab import KVCache, Strategy, keep, place, store
 from kvlab.cache import forward
+from kvlab.geometry import Geometry
 from kvlab.keep.base import Budgeted, Held, Keep, Room
+from kvlab.measure import predict
 from kvlab.strategy import methods
 from tests import explicit as reference
 from tests import zoo
@@ -437,6 +439,21 @@ def test_the_budget_holds_and_positions_stay_sorted(cls, chunk):
             assert ((columns.diff(dim=2) > 0) | (columns[..., :-1] < 0)).all()
     total = sum(float((layer.dense()[2] >= 0).sum(2).float().mean(1).min()) for layer in cache.layers)
     assert total >= 3 * 40 - 3
+
+
+@pytest.mark.parametrize("cls", [*EVICTING, keep.Quest], ids=lambda cls: cls.__name__)
+def test_bytes_are_as_predicted(cls):
+    """Before and after eviction, everything that a keep remembers counted."""
+    model = make_llama()
+    method = keep.Quest(budget=32, page=8, dense=1) if cls is keep.Quest else small(cls, 40)
+    strategy = Strategy(keep=method, store=kind(cls))
+    cache = fresh(model, strategy)
+    ids = torch.randint(3, 97, (1, 70), generator=torch.Generator().manual_seed(0))
+    for start, stop in ((0, 30), (30, 60), *((n, n + 1) for n in range(60, 70))):
+        forward(model, ids[:, start:stop], cache)
+        want = sum(predict(Geometry.from_config(model.config), strategy, stop, bits=32).values())
+        rest = 3 * 2 * 2 * 3 * 16 * 4 if cls is keep.AdaKV else 0  # a few tokens in pages of 4 that are not full
+        assert abs(cache.memory().logical - want) <= 0.01 * want + rest
 
 
 @pytest.mark.parametrize("cls", EVICTING)
