@@ -23,6 +23,8 @@ STRATEGIES = [
 @pytest.mark.parametrize("parts", STRATEGIES, ids=lambda p: "+".join(type(v).__name__ for v in p.values()) or "dense")
 @pytest.mark.parametrize("to", ["auto", "disk"])
 def test_offload_is_bit_exact_over_200_steps(llama, device, parts, to):
+    if to == "auto" and device.type == "cpu" and parts:
+        pytest.skip("without a GPU the same as 'disk'")
     ids = torch.randint(3, 97, (2, 240), generator=torch.Generator().manual_seed(0)).to(device)
     cuts = [40, *range(41, 241)]
     want, _ = ours(llama, Strategy(**parts), ids, cuts)
