@@ -69,6 +69,8 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> Path:
         "strategy": cache.strategy.to_dict(),
         "model": fingerprint(cache.model),
         "read": cache.read,
+        "spans": cache.spans,
+        "spoken_for": cache._spoken_for,
         "high_water": cache.high_water,
         "digest": _digest(tensors),
         "layers": layers,
@@ -114,6 +116,7 @@ def resume(model: nn.Module, path: str | os.PathLike[str], strategy: Strategy | 
     if len(header["layers"]) != len(cache.layers):
         raise ValueError(f"{path} has {len(header['layers'])} layers, the model {len(cache.layers)}")
     cache.read = list(header["read"])
+    cache.spans, cache._spoken_for = [(int(start), str(role)) for start, role in header["spans"]], int(header["spoken_for"])
     for number, (layer, about) in enumerate(zip(cache.layers, header["layers"], strict=True)):
         if about is not None:
             _restore(

@@ -22,6 +22,11 @@ STRATEGIES = [
     Strategy(keep=keep.Window(size=20, sinks=3), store=store.Int(bits=4, group_size=8)),
     Strategy(keep=keep.HeavyHitter(budget=24, recent=8), store=store.Rotated(), place=place.Offload()),
     Strategy(keep=keep.HeavyHitter(budget=24, recent=8), store=store.Fp8()),
+    Strategy(keep=keep.Window(size=20, sinks=3, positions="cache")),
+    Strategy(keep=keep.ExpectedAttention(budget=24)),
+    Strategy(keep=keep.Quest(budget=16, page=8, dense=1)),
+    Strategy(keep=keep.Merge(keep.HeavyHitter(budget=24, recent=8), threshold=-1.0)),
+    Strategy(keep=keep.AdaKV(keep.HeavyHitter(budget=24, recent=8)), store=store.Paged(page=4)),
 ]
 
 
@@ -45,6 +50,20 @@ def test_it_goes_on_bit_for_bit(strategy, padded, ids, tmp_path):
         assert torch.equal(forward(model, ids[:, start:stop], again, part), want)
     for one, other in zip(cache.layers, again.layers, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one.dense(), other.dense(), strict=True))
+
+
+def test_who_spoke_is_known_afterwards(ids, tmp_path):
+    model = make_llama()
+    cache = KVCache(model, Strategy(keep=keep.Conversation(budget=30, inner=keep.KeyNorm(recent=0, sinks=0))))
+    for role, tokens in (("user", 4), ("assistant", 20), ("user", 4), ("assistant", None)):
+        cache.annotate(role, tokens)
+    forward(model, ids[:1, :32], cache)
+    again = resume(model, save(cache, tmp_path / "talk.safetensors"))
+    assert again.spans == cache.spans and again.memory().evicted == cache.memory().evicted > 0
+    for start in (32, 36):
+        part = ids[:1, start : start + 4]
+        assert torch.equal(forward(model, part, cache), forward(model, part, again))
+    assert all(torch.equal(a.dense()[2], b.dense()[2]) for a, b in zip(cache.layers, again.layers, strict=True))
 
 
 def test_another_process_takes_it_up(ids, tmp_path):
