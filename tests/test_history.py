@@ -69,9 +69,8 @@ def test_a_river_by_hand(tiny_lab):  # noqa: F811
     assert made.tokens == 24 and made.heads == 6 and made.times.tolist() == [12, 16, 20, 24]
     assert made.gone[1, 0].tolist() == [0, 0, 12, 12, 16, 16, 16, 16, 20, 20, 20, 20, 24, 24, 24, 24] + [0] * 8
     assert made.held(16).sum().item() == 6 * 10 and made.survival().allclose(torch.tensor(10 / 24))
-    flow, first, times = made.flow(rows=24)
-    assert flow.shape == (24, 4) and first.tolist() == list(range(24)) and times.tolist() == [12, 16, 20, 24]
-    assert flow[:, 1].nan_to_num(-1).tolist() == [1, 1, 0, 0, 0, 0, 0, 0, *[1] * 8, *[-1] * 8]
+    shares = made.held(16).float().mean((0, 1))
+    assert shares.tolist() == [1, 1, 0, 0, 0, 0, 0, 0, *[1] * 8, *[0] * 8]
     assert made.overlap().allclose(torch.ones(3, 3)) and made.reach().allclose(torch.tensor((23 + 22 + sum(range(8))) / 10))
     assert made.left(2) == [(layer, head, 12, 2.0, math.inf) for layer in range(3) for head in range(2)] and made.left(1) == []
     # lost attention of query 17 (tokens 2 to 7 were gone when it came), from transformers' own weights

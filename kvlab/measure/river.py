@@ -58,25 +58,6 @@ class River:
         """By which heads each token is held once ``time`` tokens were read: bool ``[L, H, n]``, False for those that come later."""
         return ((self.gone == 0) | (self.gone > time)) & (torch.arange(self.tokens) < time)
 
-    def flow(self, rows: int = 256, columns: int = 256) -> tuple[Tensor, Tensor, Tensor]:
-        """The river: the share of heads that hold a token, at each time. float32 ``[rows, columns]`` (token bins, time bins), NaN before a token is read.
-
-        Returns it with the first token of each row and the time of each column (int64), both pooled to at most so many.
-        """
-        if rows < 1 or columns < 1:
-            raise ValueError(f"rows={rows} and columns={columns} must be at least 1")
-        times = self.times
-        times = times[torch.linspace(0, len(times) - 1, min(columns, len(times))).round().long().unique()]
-        edges = torch.linspace(0, self.tokens, min(rows, self.tokens) + 1).round().long()
-        out = torch.full((len(edges) - 1, len(times)), float("nan"))
-        for at, time in enumerate(times.tolist()):
-            share = self.held(time).float().mean((0, 1))
-            for row in range(len(edges) - 1):
-                begin, end = int(edges[row]), min(int(edges[row + 1]), time)
-                if end > begin:
-                    out[row, at] = share[begin:end].mean()
-        return out, edges[:-1], times
-
     def survival(self) -> Tensor:
         """The share of all tokens that each head holds in the end, float32 ``[L, H]``."""
         return self.held(self.tokens).float().mean(2)
