@@ -95,7 +95,8 @@ class MethodControls(widgets.VBox):
         ] = {}  # what a slider cannot show: a budget as a share or as bytes, until it is moved
         self._quiet = False
         self._tokens: int | None = None
-        known = sorted(methods(axis).items(), key=lambda item: item[0] != DEFAULTS[axis])  # what changes nothing comes first
+        # what changes nothing comes first, then by what a person reads
+        known = sorted(methods(axis).items(), key=lambda item: (item[0] != DEFAULTS[axis], item[1].title.casefold()))
         options = [(cls.title or name, name) for name, cls in known]
         self.choice = widgets.RadioButtons(options=options, value=type(value).__name__, layout={"width": "auto"})
         self.choice.add_class("kvlab-choice")

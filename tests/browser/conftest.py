@@ -31,12 +31,16 @@ MARKS = [
 Opened = Callable[[str], Any]
 
 WRITTEN = {
+    "live": (
+        "from kvlab import texts\nfrom kvlab.panels.live_lab import LiveLab",
+        "LiveLab(None, texts.reference_text()[:1000])",
+    ),
     "river": (
         "from kvlab import Strategy, keep, texts\nfrom kvlab.panels.river import TokenRiver",
         "TokenRiver(None, texts.reference_text()[:400], Strategy(keep=keep.HeavyHitter(budget=32, recent=8)))",
     )
 }
-"""Notebooks for panels that have none of their own: name -> cells."""
+"""Notebooks with one panel on a short text: name -> cells."""
 
 
 @pytest.fixture(scope="session")
