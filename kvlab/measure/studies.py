@@ -119,6 +119,7 @@ def recall(lab: Lab, say: Callable[[str], None]) -> Iterator[Row]:
             "asked": [run.asked for run in runs],
             "first": [sum(run.first) for run in runs],
             "second": [sum(run.second) for run in runs],
+            "digits": [sum(run.digits(question) for run in runs) / len(runs) for question in (0, 1)],
             "ratio": runs[0].memory.ratio,
             "devices": runs[0].memory.by_device(),
             "high_water": runs[0].memory.high_water,

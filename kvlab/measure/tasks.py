@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import dataclass
 
@@ -67,17 +68,28 @@ NAMES = ("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry")
 class TwoKeys:
     """Two pass keys in one text, asked for one after the other, in several texts. ``first``, ``second``: whether each text's question was answered.
 
-    ``said``: what was said to each question. ``memory``: of the last text's cache when the text was read and nothing asked yet.
+    ``keys``: what should have been said, ``said``: what was said to each question. ``memory``: of the last text's cache when the text was read and nothing asked yet.
     """
 
     first: tuple[bool, ...]
     second: tuple[bool, ...]
+    keys: tuple[tuple[str, str], ...]
     said: tuple[tuple[str, str], ...]
     memory: Memory
 
     @property
     def found(self) -> int:
         return sum(self.first) + sum(self.second)
+
+    def digits(self, question: int) -> float:
+        """The share of each key's digits, from the first on, that the answers to ``question`` (0 or 1) begin with, on average."""
+        if question not in (0, 1):
+            raise ValueError(f"question={question} is not one of 0, 1")
+        right = [
+            len(os.path.commonprefix([keys[question], said[question].strip()]))
+            for keys, said in zip(self.keys, self.said, strict=True)
+        ]
+        return sum(right) / sum(len(keys[question]) for keys in self.keys)
 
     @property
     def asked(self) -> int:
@@ -110,6 +122,7 @@ def two_keys(
     if not 1 <= texts <= most:
         raise ValueError(f"texts={texts} is out of range (allowed: 1 to {most} of {tokens} tokens each)")
     found: tuple[list[bool], list[bool]] = ([], [])
+    wanted: list[tuple[str, str]] = []
     said: list[tuple[str, str]] = []
     places = chance.sample(range(most), texts)
     for number, place in enumerate(places):
@@ -135,5 +148,6 @@ def two_keys(
         cache.close()
         for right, key, one in zip(found, keys, made, strict=True):
             right.append(one.text.strip().startswith(key))
+        wanted.append((keys[0], keys[1]))
         said.append((made[0].text, made[1].text))
-    return TwoKeys(tuple(found[0]), tuple(found[1]), tuple(said), memory)
+    return TwoKeys(tuple(found[0]), tuple(found[1]), tuple(wanted), tuple(said), memory)

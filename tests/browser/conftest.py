@@ -38,7 +38,7 @@ WRITTEN = {
     "river": (
         "from kvlab import Strategy, keep, texts\nfrom kvlab.panels.river import TokenRiver",
         "TokenRiver(None, texts.reference_text()[:400], Strategy(keep=keep.HeavyHitter(budget=32, recent=8)))",
-    )
+    ),
 }
 """Notebooks with one panel on a short text: name -> cells."""
 

@@ -71,6 +71,11 @@ def test_two_keys_are_hidden_and_asked_for(tiny_lab: Lab):
     lab = Remembers("tiny", tiny_lab.model, tiny_lab.tokenizer)
     made = two_keys(lab, Strategy(keep=keep.HeavyHitter(budget=80)), tokens=300, texts=1, seed=3)
     assert made.first == (True,) and made.second == (True,) and made.found == made.asked == 2
+    assert made.digits(0) == made.digits(1) == 1.0
+    half = replace(made, said=((f" {made.keys[0][0][:3]}x", ""),))
+    assert half.digits(0) == 0.6 and half.digits(1) == 0.0
+    with pytest.raises(ValueError, match="question=2"):
+        made.digits(2)
     assert read[0].count("The secret pass key for") == 2 and "Remember it." in read[0]
     assert made.memory.stored == 80 and made.memory.seen == len(read[0])  # before anything was asked
     for wrong, said in (
