@@ -208,7 +208,10 @@ def attend(
     watch = layer.watch
     if "queries" in layer.keep.needs:
         columns = torch.arange(layer.seen - q_len, layer.seen, device=query.device).view(1, 1, -1)
-        layer.remembered.meet(query * (scale * d**0.5), columns, None if rule.padding is None else rule.padding[:, -q_len:])
+        places = columns[:, 0]
+        if rule.padding is not None:
+            places = (rule.padding.long().cumsum(1) - 1).masked_fill(~rule.padding, -1)[:, -q_len:]
+        layer.remembered.meet(query * (scale * d**0.5), columns, places)
     if (
         not stored
         and rule.causal
@@ -230,6 +233,7 @@ def attend(
     total = stored + new
     evidence = torch.zeros((b, hk, total), dtype=torch.float32, device=query.device) if layer.observes else None
     out = query.new_empty((b, hq, q_len, new_values.shape[3]))
+    half = query.dtype == torch.float16
     rows = max(1, min(q_len, SCORE_NUMBERS // max(1, b * hq * total)))
     grouped = query.reshape(b, hk, group, q_len, d)
     chosen = layer.remembered.look(grouped, stored) if layer.looks and stored else None
@@ -241,6 +245,8 @@ def attend(
         # under plain causality the keys that come after this block of queries need no score at all
         fresh = new - (q_len - last) if rule.causal else new
         part = grouped[:, :, :, first:last].reshape(b, hk, group * (last - first), d)
+        if half:  # products in float16 are of scaled queries: unscaled ones may be too large for it
+            part = part * scale
         scores = torch.empty((b, hk, group * (last - first), stored + fresh), dtype=torch.float32, device=query.device)
         blocks = list(store.blocks(part.shape[2]))
         for start, stop in blocks:
@@ -253,7 +259,8 @@ def attend(
                     end = min(stop, layer.keep.shifted)
                     scores[..., start:end] = store.score(nearer, start, end)
         scores[..., stored:] = part @ new_keys[:, :, :fresh].transpose(-1, -2)
-        scores *= scale
+        if not half:
+            scores *= scale
         if softcap is not None:
             scores = torch.tanh_(scores.div_(softcap)).mul_(softcap)
         if counts is not None:

@@ -170,7 +170,7 @@ class Layer(CacheLayerMixin):
                 buffer.batch(change)
             if self.padding is not None:
                 self.padding = change(self.padding)
-            self.dropped = self.dropped * rows // self.shape.batch
+            self.dropped, self._rows = self.dropped * rows // self.shape.batch, {}
             self.shape = self.store.shape = replace(self.shape, batch=rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -190,16 +190,18 @@ class Layer(CacheLayerMixin):
         """Tokens a head may hold after each step."""
         return self.limit_at(self.seen)
 
-    def limit_at(self, seen: int) -> int | None:
-        """Tokens a head may hold once ``seen`` were read."""
-        return self.keep.limit(
-            Room(self.number, len(self.cache.layers), max(seen, 1), self._rows_in if self.is_initialized else None)
-        )
+    def limit_at(self, seen: int, known: Layer | None = None) -> int | None:
+        """Tokens a head may hold once ``seen`` were read; ``known`` stands for this layer while it has seen nothing."""
+        rows_in = self._rows_in if self.is_initialized else None if known is None else known._rows_in
+        return self.keep.limit(Room(self.number, len(self.cache.layers), max(seen, 1), rows_in, self.cache.sharing))
 
     def _rows_in(self, size: float) -> int:
         if size not in self._rows:
             shape = self.shape
-            self._rows[size] = fitting(self.cache.strategy.store, shape, size, self.keep.beside(shape.batch, shape.kv_heads))
+            own = (self.number, shape.batch, self.cache.query_heads, shape.kv_heads, shape.key_dim)
+            always = sum(self.keep.predict(0, *own).values())
+            beside = self.keep.beside(shape.batch, shape.kv_heads)
+            self._rows[size] = fitting(self.cache.strategy.store, shape, size - always, beside)
         return self._rows[size]
 
     @property
@@ -215,7 +217,7 @@ class Layer(CacheLayerMixin):
     def gap(self) -> Tensor | None:
         """How many tokens are missing behind the first ones that are read nearer than they stood, int64 ``[b, h, 1]``; None where nothing is missing."""
         first = self.keep.shifted
-        if not first or not len(self.columns) or len(self.columns) <= first:
+        if not first or self.shape.rope is None or len(self.columns) <= first:
             return None
         columns = self.columns.view()
         return (columns[..., first : first + 1] - columns[..., first - 1 : first] - 1).long()
@@ -250,7 +252,9 @@ class Layer(CacheLayerMixin):
         if self.reads < self.readers:  # a later layer reads the same keys and values
             return out
         before, incoming = self.held_bytes, self.new_keys.nbytes + self.new_values.nbytes
+        self.cache.unsure = self.number
         self._commit(self.fresh_evidence)
+        self.cache.unsure = None
         self.cache.place.release(self.number)
         self.cache.note(self, before, incoming, scratch)
         return out
@@ -508,6 +512,7 @@ class KVCache(Cache):
         self.watching: dict[int, attention.Watch] = {}
         self.read: list[int] = []  # ids that lab.generate fed, to notice an old prompt
         self.recorded: History | None = None
+        self.unsure: int | None = None  # the layer that is being written down; stays so if that fails
         self.spans: list[tuple[int, str]] = []  # where each message begins, and who speaks
         self._spoken_for = 0  # columns up to here are some message's
         config: Any = model.config
@@ -522,6 +527,12 @@ class KVCache(Cache):
         )
         self.device = devices.pop()
         self.ropes = ropes(model) if "rope" in self.strategy.store.needs | self.strategy.keep.needs else None
+        if self.strategy.keep.shifted and not any(self.ropes or ()):
+            raise UnsupportedModel(
+                f"{self.strategy.keep} moves tokens nearer by turning queries, but {self._owner} does not turn its keys by position (RoPE): "
+                "use positions='true'"
+            )
+        self.sharing = sum(not isinstance(layer.keep, Visible) for layer in self.layers) or len(self.layers)
         self.place = self.strategy.place.state(self.layers, self.device)
         self.high_water = 0
         self._held = 0
@@ -533,7 +544,10 @@ class KVCache(Cache):
         GPU it would cost a wait a layer).
         """
         total = layer.seen + keys.shape[2]
-        self.admit(layer, total, keys.shape[0])
+        if self.unsure is not None:
+            raise RuntimeError(f"an earlier step failed while layer {self.unsure} was written down. reset() the cache.")
+        if not any(other.seen >= total for other in self.layers):  # the first layer of a step speaks for all
+            self.admit(total, layer)
         first = next((other for other in self.layers if other.is_initialized), layer)
         if first is not layer and total != first.seen:
             raise RuntimeError(
@@ -545,15 +559,20 @@ class KVCache(Cache):
                 "overflows on some models: try bfloat16 or float32."
             )
 
-    def admit(self, layer: Layer, total: int, rows: int = 1) -> None:
-        """Raise ``ValueError`` if a keep that goes by roles could not hold what it must of ``total`` tokens in this layer."""
-        if "roles" not in layer.keep.needs or (limit := layer.limit_at(total)) is None or total <= limit:
-            return
-        if rows > 1:
-            raise ValueError(
-                f"{type(layer.keep).__name__}: the batch has {rows} rows, and only one conversation is known (allowed: 1)"
-            )
-        layer.keep.admit(*self.spoken(total), limit)
+    def admit(self, total: int, known: Layer) -> None:
+        """Raise ``ValueError`` if some layer could not hold what it must of ``total`` tokens: before a step, so that nothing is half-done.
+
+        ``known``: a layer whose shape is known; the others are taken to be like it until they have seen tokens.
+        """
+        for layer in self.layers:
+            limit = layer.limit_at(total, known)
+            if "roles" not in layer.keep.needs or limit is None or total <= limit:
+                continue
+            if known.shape.batch > 1:
+                raise ValueError(
+                    f"{type(layer.keep).__name__}: the batch has {known.shape.batch} rows, and only one conversation is known (allowed: 1)"
+                )
+            layer.keep.admit(*self.spoken(total), limit)
 
     @property
     def model(self) -> nn.Module:
@@ -576,6 +595,7 @@ class KVCache(Cache):
         self.place.close()
         self.place = self.strategy.place.state(self.layers, self.device)
         self.high_water = self._held = 0
+        self.unsure = None
         self.read, self.spans, self._spoken_for = [], [], 0
         if self.recorded is not None:
             self.recorded = History(len(self.layers))
@@ -583,6 +603,9 @@ class KVCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         for layer in self.layers:
             layer.crop(tokens_to_remove)
+        seen = self.get_seq_length()
+        self.read, self.spans = self.read[:seen], [(start, role) for start, role in self.spans if start < seen]
+        self._spoken_for = min(self._spoken_for, seen)
 
     def watch(self, watch: attention.Watch) -> None:
         """Record one head's attention from now on."""

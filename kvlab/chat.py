@@ -41,6 +41,8 @@ class Chat:
         if self._broken:
             raise RuntimeError("this chat's last answer was ended half-way, so its cache holds a part of it: begin a new chat")
         cache = self.cache
+        if self._unread and not cache.get_seq_length():
+            raise RuntimeError("this chat's cache was reset, so what was said is gone from it: begin a new chat")
         before = (list(cache.spans), cache._spoken_for, list(cache.read), cache.get_seq_length())
         pieces = self._pieces(text)
         for role, tokens in pieces:
@@ -48,11 +50,9 @@ class Chat:
         cache.annotate("assistant")
         ids = torch.tensor([[token for _, tokens in pieces for token in tokens]])
         try:
-            in_bytes = isinstance(getattr(cache.strategy.keep, "budget", 0), str)
-            if (
-                cache.layers[0].is_initialized or not in_bytes
-            ):  # the answer is protected, too: better known now than in the middle of it
-                cache.admit(cache.layers[0], before[3] + ids.shape[1] + max_new_tokens - 1)
+            if before[3]:  # the answer is protected, too: better known now than in the middle of it
+                known = next(layer for layer in cache.layers if layer.is_initialized)
+                cache.admit(before[3] + ids.shape[1] + max_new_tokens - 1, known)
             made = self.lab.generate(ids, cache=cache, max_new_tokens=max_new_tokens, progress=progress)
         except BaseException:
             if cache.get_seq_length() == before[3]:

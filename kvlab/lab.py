@@ -125,13 +125,19 @@ class Lab:
         cache = KVCache(self.model, strategy) if cache is None else cache
         self._check_room(ids, cache, max_new_tokens)
         cold, self._warm = not self._warm, True
+        read = list(cache.read)
         cache.read.extend(ids[0].tolist())
 
         start = time.perf_counter()
         growth: list[tuple[int, Memory]] = []
         chunk = cache.strategy.chunk or ids.shape[1]
         for begin in range(0, ids.shape[1], chunk):
-            logits = self.prefill(ids[:, begin : begin + chunk], cache, progress=progress)
+            try:
+                logits = self.prefill(ids[:, begin : begin + chunk], cache, progress=progress)
+            except BaseException:
+                if not begin:
+                    cache.read = read
+                raise
             growth.append((cache.get_seq_length(), cache.memory()))
         tokens = [_next(logits)]
         first = time.perf_counter() - start

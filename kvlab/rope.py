@@ -90,6 +90,12 @@ def find(model: nn.Module, keys: Sequence[tuple[Tensor, Tensor] | None]) -> list
         if name.endswith("inv_freq") and buffer.dim() == 1
         for interleaved in (False, True)
     ]
+    tried += [
+        Rope(torch.atan2(*buffer[1].float().cpu().chunk(2)), True)  # GPT-J and CodeGen keep sines and cosines of every position
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name == "embed_positions" and buffer.dim() == 2 and buffer.shape[0] > 1 and buffer.shape[1] % 2 == 0
+    ]
     if not tried:
         return [None] * len(keys)
     found: list[Rope | None] = []

@@ -29,6 +29,7 @@ class Room:
     layers: int = 1
     seen: int = 0
     rows_in: Callable[[float], int] | None = None
+    sharing: int = 0  # layers that a budget in bytes is for; 0: all of them
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,10 @@ ROLES = ("system", "user", "assistant", "tool")
 class KeepState:
     """What a keep remembers of one layer beside what it said of each token: nothing, unless a method says otherwise."""
 
-    def meet(self, query: Tensor, columns: Tensor, real: Tensor | None) -> None:
+    def meet(self, query: Tensor, columns: Tensor, places: Tensor) -> None:
         """A step's queries ``[B, Hq, Q, D]``, scaled so that the square root of D is what a score is divided by, before anything is judged.
 
-        ``columns`` int64 ``[1, 1, Q]``; ``real`` bool ``[B, Q]``, None where nothing is padding.
+        ``columns`` int64 ``[1, 1, Q]``; ``places`` int64 ``[1 or B, Q]``, their numbers among the real tokens of their row (negative: padding).
         """
 
     def look(self, query: Tensor, tokens: int) -> Tensor | None:
@@ -171,7 +172,7 @@ def budget(default: int = 256) -> int:
         step=16,
         unit="tokens",
         covers=True,
-        help="Tokens a head may hold, the protected ones included; or a share of the tokens read (0.2), or bytes of the whole cache ('4 MB').",
+        help="Tokens a head may hold, the protected ones included; or a share of the tokens read (0.2), or bytes ('4 MB') of all layers together, those with a window of the model's own apart.",
         also=_share_or_bytes,
     )
 
@@ -211,10 +212,11 @@ def tokens_of(budget: int | float | str, room: Room, least: int, owner: str) -> 
         raise ValueError(
             f"{owner}: budget={budget!r} has no number of tokens without a model and a store (allowed here: tokens, or a share)"
         )
-    tokens = room.rows_in(parse_bytes(budget) / room.layers)
+    sharing = room.sharing or room.layers
+    tokens = room.rows_in(parse_bytes(budget) / sharing)
     if tokens < max(least, 1):
         raise ValueError(
-            f"{owner}: budget={budget!r} has room for {tokens} tokens in each of {room.layers} layers (allowed: bytes for {max(least, 1)} or more)"
+            f"{owner}: budget={budget!r} has room for {tokens} tokens in each of {sharing} layers (allowed: bytes for {max(least, 1)} or more)"
         )
     return tokens
 
@@ -263,6 +265,13 @@ class Around(Keep, abstract=True):
     """A keep around another: everything is ``inner``'s, until a subclass says otherwise. Several may be put around each other."""
 
     inner: Any
+
+    def innermost(self) -> Any:
+        """The method that has the evidence."""
+        one = self.inner
+        while isinstance(one, Around):
+            one = one.inner
+        return one
 
     def evidence_of(
         self, able: Callable[[Keep], bool] = lambda _: True, why: str = "has no budget", allowed: str = "methods with a budget"

@@ -50,11 +50,15 @@ class Conversation(Around):
         return tokens_of(self.budget, room, self.protected, "Conversation")
 
     def admit(self, roles: Tensor, turns: Tensor, limit: int) -> None:
-        kept = int(self._always(roles, turns).sum())
+        always = self._always(roles, turns)
+        inner = self.innermost()
+        always[: inner.sinks] = True
+        always[max(0, len(always) - inner.recent) :] = True
+        kept = int(always.sum())
         if kept > limit:
             raise ValueError(
                 f"Conversation: budget={self.budget!r} has room for {limit} tokens, but {kept} are protected (system, user, the newest {self.turns} "
-                f"turn(s)); allowed here: {kept} or more"
+                f"turn(s), the first {inner.sinks} and newest {inner.recent} tokens); allowed here: {kept} or more"
             )
 
     def _always(self, roles: Tensor, turns: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class ExpectedAttention(Budgeted):
 
     Queries, their turn by position undone, are taken as normally distributed, with the mean and covariance of those seen so far (the first four of a
     text apart). Turned to the positions to come, on average, a query's expected weight on a key has a closed form. The mean over the query heads that
-    share a key counts. No attention weights are needed.
+    share a key counts. No attention weights are needed. Queries of drafts that were taken back stay in the mean.
     """
 
     title = "expected attention"
@@ -67,13 +67,13 @@ class Moments(KeepState):
         self.rope = rope
         self.count, self.sum, self.outer = (Buffer("evidence") for _ in range(3))
 
-    def meet(self, query: Tensor, columns: Tensor, real: Tensor | None) -> None:
+    def meet(self, query: Tensor, columns: Tensor, places: Tensor) -> None:
         b, h, _, d = query.shape
         if not len(self.count):
             for buffer, shape in ((self.count, (b, 1, 1, 1)), (self.sum, (b, h, 1, d)), (self.outer, (b, h, d, d))):
                 buffer.set(torch.zeros(shape, device=query.device))
         x = query.float() if self.rope is None else self.rope.turn(query, columns, back=True)
-        weight = (columns >= self.SKIP).float()[..., None] if real is None else real[:, None, :, None].float()
+        weight = (places >= self.SKIP).float()[:, None, :, None]
         x = x * weight
         self.count.set(self.count.view() + weight.sum(2, keepdim=True))
         self.sum.set(self.sum.view() + x.sum(2, keepdim=True))

@@ -56,6 +56,10 @@ class Merge(Around):
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         return frozenset(self.inner.needs) | {"rewrite", "keys"}
 
+    def beside(self, batch: int, kv_heads: int) -> float:
+        counted = self.weigh and self.how != "cam"
+        return super().beside(batch, kv_heads) + 4.0 * batch * kv_heads * counted
+
     def predict(self, rows: int, layer: int, batch: int, heads: int, kv_heads: int, dim: int) -> dict[str, float]:
         own = self.inner.predict(rows, layer, batch, heads, kv_heads, dim)
         counted = self.weigh and self.how != "cam"

@@ -17,7 +17,7 @@ HALF = float(torch.finfo(torch.float16).max)
 
 @dataclass(frozen=True)
 class Quest(Keep):
-    """Nothing is evicted, so nothing is lost for good: each query reads the ``budget`` tokens in the pages that promise most, and the newest page.
+    """Nothing is evicted, so nothing is lost for good: each query reads as many whole pages as ``budget`` has room for, the newest and the most promising.
 
     Of each page the least and the largest number of every key channel are kept. They bound what any of its keys can score: the sum over channels of
     the larger of query times least and query times largest. Of the query heads that share keys the highest bound counts. The first ``dense`` layers

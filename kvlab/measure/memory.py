@@ -61,9 +61,11 @@ def _held(
     shape = LayerShape(number, layers, batch, layer.kv_heads, layer.key_dim, layer.value_dim, dtype, torch.device("cpu"))
 
     def rows_in(size: float) -> int:
-        return fitting(strategy.store, shape, size, keep.beside(batch, layer.kv_heads))
+        always = sum(keep.predict(0, number, batch, geometry.query_heads, layer.kv_heads, layer.key_dim).values())
+        return fitting(strategy.store, shape, size - always, keep.beside(batch, layer.kv_heads))
 
-    limit = keep.limit(Room(number, layers, tokens, rows_in))
+    sharing = sum(1 for one in geometry.layers if one.kv_heads and one.window is None)
+    limit = keep.limit(Room(number, layers, tokens, rows_in, sharing))
     return keep, shape, tokens if limit is None else min(tokens, limit)
 
 

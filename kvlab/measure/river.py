@@ -105,18 +105,23 @@ class _Lost:
 
     def __init__(self, layer: int, gone: Tensor) -> None:
         self.layer, self.gone = layer, gone
-        self.lost = torch.zeros(gone.shape)
-        self.sinks, self.queries = torch.zeros(gone.shape[0]), 0
+        self.lost, self.reads = torch.zeros(gone.shape), torch.zeros(gone.shape[1])
+        self.sinks = torch.zeros(gone.shape[0])
 
     def take(self, layer: Layer, weights: Tensor, q_len: int, first: int, last: int) -> None:
         own = weights[0].mean(1).float().cpu()  # [H, q, n]
-        n = own.shape[2]
-        at = layer.seen - q_len + torch.arange(first, last)
-        gone = self.gone[:, None, :n]
+        start, new = layer.seen - q_len, own.shape[2] - len(layer.store)
+        columns = layer.columns_with(torch.arange(start, start + new))[0, 0].cpu()  # a layer's own window may have dropped some
+        at = start + torch.arange(first, last)
+        gone = self.gone[:, None, columns]
         away = (gone > 0) & (gone <= at[None, :, None])
-        self.lost[:, at] = (own * away).sum(2)
-        self.sinks += own[..., :SINKS].sum((1, 2))
-        self.queries += last - first
+        self.lost[:, at] += (own * away).sum(2)
+        self.reads[at] += 1  # more than one where layers share keys and values
+        self.sinks += (own * (columns < SINKS)).sum((1, 2))
+
+    def shares(self) -> tuple[Tensor, Tensor]:
+        """Of each query what was lost ``[H, n]``, and of all of them what the sinks got ``[H]``."""
+        return self.lost / self.reads.clamp(min=1), self.sinks / self.reads.sum().clamp(min=1)
 
 
 def river(
@@ -127,6 +132,8 @@ def river(
 
     Raises ``ValueError`` unless the text has 2 tokens or more and ``1 <= prefill < n``.
     """
+    if ids.dim() != 2 or ids.shape[0] != 1:
+        raise ValueError(f"ids have the shape {tuple(ids.shape)} (allowed: [1, n])")
     n = ids.shape[1]
     if n < 2:
         raise ValueError(f"the text has {n} token(s) (allowed: 2 or more)")
@@ -159,6 +166,6 @@ def river(
         gone=tables[0],
         worth=tables[1],
         floor=tables[2],
-        lost=torch.stack([watch.lost for watch in watches]),
-        sinks=torch.stack([watch.sinks / max(1, watch.queries) for watch in watches]),
+        lost=torch.stack([watch.shares()[0] for watch in watches]),
+        sinks=torch.stack([watch.shares()[1] for watch in watches]),
     )

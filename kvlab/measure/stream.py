@@ -40,7 +40,9 @@ def stream(
     n = ids.shape[1]
     if n < 2:
         raise ValueError(f"the text has {n} token(s) (allowed: 2 or more)")
-    if not 1 <= step <= lab.context:
+    if every < 1:
+        raise ValueError(f"every={every} is out of range (allowed: 1 or more steps)")
+    if not isinstance(step, int) or not 1 <= step <= lab.context:
         raise ValueError(f"step={step} is out of range (allowed: 1 to {lab.context} tokens)")
     cache = KVCache(lab.model, strategy)
     losses, points = [], []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 
@@ -64,6 +63,11 @@ def needle(
 NAMES = ("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry")
 
 
+def _alike(one: str, other: str) -> str:
+    """What both begin with."""
+    return next((one[:i] for i in range(len(one), 0, -1) if other.startswith(one[:i])), "")
+
+
 @dataclass(frozen=True)
 class TwoKeys:
     """Two pass keys in one text, asked for one after the other, in several texts. ``first``, ``second``: whether each text's question was answered.
@@ -85,10 +89,7 @@ class TwoKeys:
         """The share of each key's digits, from the first on, that the answers to ``question`` (0 or 1) begin with, on average."""
         if question not in (0, 1):
             raise ValueError(f"question={question} is not one of 0, 1")
-        right = [
-            len(os.path.commonprefix([keys[question], said[question].strip()]))
-            for keys, said in zip(self.keys, self.said, strict=True)
-        ]
+        right = [len(_alike(keys[question], said[question].strip())) for keys, said in zip(self.keys, self.said, strict=True)]
         return sum(right) / sum(len(keys[question]) for keys in self.keys)
 
     @property
@@ -116,6 +117,10 @@ def two_keys(
     """
     if not 128 <= tokens <= lab.context - 64:
         raise ValueError(f"tokens={tokens} is out of range (allowed: 128 to {lab.context - 64})")
+    if aware and strategy is not None and strategy.chunk:
+        raise ValueError(
+            f"two_keys: aware=True reads text and question in one piece, and chunk={strategy.chunk} would not (allowed: 0)"
+        )
     encode, chance = lab.tokenizer.encode, random.Random(f"two keys {seed}")
     room = tokens - 64
     most = len(reference_text()) // (6 * room)
