@@ -50,7 +50,7 @@ unit: $(VENV)/.test $(VENV)/.model
 
 # What touches transformers, with the oldest one that is supported; it lies beside the pinned one and is found first.
 oldest: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=40 $(PY) -m pytest -q -n 2 -k 'not compiled' tests/test_cache.py tests/test_families.py tests/test_generate.py tests/test_parity.py
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=60 $(PY) -m pytest -q -n 2 -k 'not compiled and not lookup' tests/test_cache.py tests/test_generate.py tests/test_parity.py
 
 # A process of their own: Triton reads at its first import whether to interpret.
 kernels-test: $(VENV)/.test
@@ -74,7 +74,9 @@ gpu: $(VENV)/.test
 	$(PY) kernels/gpu.py
 
 ## make nightly    the tests that are too long for every run
-nightly: $(VENV)/.test
+nightly: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
+	$(PY) -m pytest -q -m nightly tests --ignore=tests/browser --ignore=tests/kernels
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST) $(PY) -m pytest -q tests/test_families.py tests/test_generate.py
 	KVLAB_CASES=10000 $(PY) -m pytest -q tests/test_parity.py
 
 ## make clean      remove .venv and caches (not the model: `kvlab model` says where it lies)

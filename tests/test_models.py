@@ -629,6 +629,7 @@ def test_smollm2_needs_no_network_and_no_pip_the_second_time() -> None:
 
 
 @pytest.mark.model
+@pytest.mark.nightly
 def test_the_converted_copy_has_the_logits_of_the_gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = fetch.smollm2(False)
     if json.loads((folder / fetch.MANIFEST).read_text())["source"] != "from_wheel":
