@@ -57,13 +57,13 @@ kernels-test: $(VENV)/.test
 	TRITON_INTERPRET=1 $(PY) -m pytest -q -n 2 tests/kernels
 
 # The cells of every notebook run; outputs are compared where a cell asks for it (tag nbval-check-output). The browser's tests run beside them:
-# two files at a time with a thread each, since cells come one after the other and two torches' threads would fight over two cores.
+# the longest first, two files at a time with a thread each, since cells come one after the other and two torches' threads would fight over two cores.
 course: $(VENV)/.test
 ifeq ($(CHROMIUM),)
 	@echo "browser tests: SKIPPED, no Chromium found (sudo apt install chromium)"
 endif
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
-	  $(if $(CHROMIUM),tests/browser) notebooks
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
+	  $(if $(CHROMIUM),tests/browser/test_panels.py) notebooks/solutions $(if $(CHROMIUM),tests/browser/test_live_lab.py) notebooks
 
 ## make notebooks  run every notebook and save it with pictures and without widget state
 notebooks: $(VENV)/.test
