@@ -63,7 +63,8 @@ ifeq ($(CHROMIUM),)
 	@echo "browser tests: SKIPPED, no Chromium found (sudo apt install chromium)"
 endif
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
-	  $(if $(CHROMIUM),tests/browser/test_panels.py) notebooks/solutions $(if $(CHROMIUM),tests/browser/test_live_lab.py) notebooks
+	  --ignore=notebooks/solutions $(if $(CHROMIUM),tests/browser/test_panels.py) notebooks/05_eviction.ipynb \
+	  $(if $(CHROMIUM),tests/browser/test_live_lab.py) notebooks
 
 ## make notebooks  run every notebook and save it with pictures and without widget state
 notebooks: $(VENV)/.test
@@ -76,6 +77,7 @@ gpu: $(VENV)/.test
 ## make nightly    the tests that are too long for every run
 nightly: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
 	$(PY) -m pytest -q -m nightly tests --ignore=tests/browser --ignore=tests/kernels
+	$(PY) -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/solutions
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST) $(PY) -m pytest -q tests/test_families.py tests/test_generate.py
 	KVLAB_CASES=10000 $(PY) -m pytest -q tests/test_parity.py
 
