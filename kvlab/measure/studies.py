@@ -215,6 +215,7 @@ def prefill(lab: Lab, say: Callable[[str], None], tokens: int = 4096, rounds: in
         yield {
             "name": way,
             "tokens": tokens,
+            "rounds": rounds,
             "seconds": seconds,
             "peak": peak,
             "times": seconds / base[0],
