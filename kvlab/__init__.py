@@ -6,6 +6,7 @@ from kvlab.cache import KVCache
 from kvlab.errors import UnsupportedModel
 from kvlab.lab import Generation, Lab, load
 from kvlab.memory import Memory
+from kvlab.parking import Parking
 from kvlab.saving import resume, save
 from kvlab.strategy import Strategy
 
@@ -15,6 +16,7 @@ __all__ = [
     "KVCache",
     "Lab",
     "Memory",
+    "Parking",
     "Strategy",
     "UnsupportedModel",
     "attach",

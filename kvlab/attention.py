@@ -22,6 +22,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlab.errors import UnsupportedModel
+from kvlab.store.base import real_tokens
 from kvlab_kernels import cpu
 from kvlab_kernels.layout import BITS, Codes
 
@@ -383,14 +384,8 @@ def _hidden(layer: Layer, rule: Rule, q_len: int, first: int, last: int, fresh: 
     if layer.keep.ragged:
         hidden = hidden | (keys < 0)
     if rule.padding is not None:
-        hidden = hidden | ~_gather_padding(rule.padding, columns).unsqueeze(2)
+        hidden = hidden | ~real_tokens(rule.padding, columns).unsqueeze(2)
     return hidden.unsqueeze(2)
-
-
-def _gather_padding(padding: Tensor, columns: Tensor) -> Tensor:
-    """``padding`` ``[B, columns]`` at ``columns`` ``[b, h, n]`` -> bool ``[B, h, n]``."""
-    rows, heads = padding.shape[0], columns.shape[1]
-    return padding.unsqueeze(1).expand(-1, heads, -1).gather(2, columns.clamp(min=0).expand(rows, -1, -1)) & (columns >= 0)
 
 
 @dataclass

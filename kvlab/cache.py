@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import os
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +22,11 @@ from kvlab.errors import UnsupportedModel
 from kvlab.history import History
 from kvlab.keep.base import PROTECTED, ROLES, Held, Keep, KeepState, Room, Visible
 from kvlab.memory import Memory, Part
-from kvlab.store.base import LayerShape, StoreState, fitting
+from kvlab.store.base import LayerShape, StoreState, fitting, real_tokens
 from kvlab.strategy import Strategy
+from kvlab.timeline import Timeline
+
+DRAFT = 256  # no draft is longer: what has not been confirmed by then, nobody will take back
 
 
 class Layer(CacheLayerMixin):
@@ -62,11 +67,11 @@ class Layer(CacheLayerMixin):
         self.fresh_evidence: Tensor | None = None  # what the new step gave each key, until the last reader is done
         self.reads = 0
         self.waits = False  # steps may be taken back: nothing is written down or dropped before crop() confirms them
+        self.unconfirmed = 0  # tokens since then
         self.columns, self.evidence = Buffer("columns", shared=True), Buffer("evidence")
         self.counts = Buffer("counts")  # how many tokens each row stands for, once any were merged
         self.remembered = KeepState()
         self._rows: dict[float, int] = {}
-        self.padding: Tensor | None = None
         self.is_initialized = False
         self.held_bytes = 0
 
@@ -102,7 +107,10 @@ class Layer(CacheLayerMixin):
                 f"keys are {key_states.dtype} on {key_states.device}, but this cache holds {self.shape.dtype} on {self.shape.device}"
             )
         self.cache.check_step(self, key_states)
-        self.cache.place.fetch(self.number)
+        few = self.looks and key_states.shape[2] == 1 and self.watch is None and self.remembered.chooses(len(self.store))
+        self.cache.place.fetch(self.number, whole=not few)
+        if self.waits and self.unconfirmed > DRAFT:
+            self._confirm()
         self.new_keys, self.new_values = key_states, value_states
         self.seen += key_states.shape[2]
         handle = attention.Handle(self)
@@ -118,8 +126,30 @@ class Layer(CacheLayerMixin):
         return -1
 
     def activate_past_recording(self) -> None:
-        """From now on every step may be taken back by :meth:`crop`: what would be written as codes, or dropped by the model's own window, waits."""
+        """From now on every step may be taken back by :meth:`crop`: what would be written as codes, or dropped by the model's own window, waits.
+
+        It waits for the next :meth:`crop`, but not for more than 256 tokens: transformers does not say when assisted decoding is over.
+        """
         self.waits = True
+
+    @property
+    def record_past(self) -> bool:
+        """Whether steps may be taken back. transformers ends it by setting False: what waited is then written down."""
+        return self.waits
+
+    @record_past.setter
+    def record_past(self, on: bool) -> None:
+        if self.waits and not on and self.is_initialized:
+            with self.at_hand():
+                self._confirm()
+        self.waits = on
+
+    def _confirm(self) -> None:
+        """No step so far will be taken back: write down, or drop, what waited."""
+        self.unconfirmed, limit = 0, self.limit
+        if self.may_roll_back and limit is not None and len(self.store) > limit:
+            self._select(limit)
+        self.store.settle()
 
     @property
     def may_roll_back(self) -> bool:
@@ -153,13 +183,10 @@ class Layer(CacheLayerMixin):
             self.counts.truncate(rows)
             self.columns.truncate(rows)
             self.remembered.truncate(rows)
-            if self.padding is not None:
-                self.padding = self.padding[:, : self.seen]
-            limit = self.limit
-            if self.may_roll_back and limit is not None and rows > limit:
-                self._select(limit)
+            if self.store.padding is not None:
+                self.store.padding = self.store.padding[:, : self.seen]
             if self.waits:
-                self.store.settle()
+                self._confirm()
 
     def batch(self, change: Callable[[Tensor], Tensor], rows: int) -> None:
         """Apply a change of the batch to everything that is kept."""
@@ -168,8 +195,8 @@ class Layer(CacheLayerMixin):
         with self.at_hand():
             for buffer in self.buffers():
                 buffer.batch(change)
-            if self.padding is not None:
-                self.padding = change(self.padding)
+            if self.store.padding is not None:
+                self.store.padding = change(self.store.padding)
             self.dropped, self._rows = self.dropped * rows // self.shape.batch, {}
             self.shape = self.store.shape = replace(self.shape, batch=rows)
 
@@ -244,20 +271,31 @@ class Layer(CacheLayerMixin):
             raise UnsupportedModel(
                 f"layer {self.number} was read more often than the {self.readers} time(s) its config speaks of; use DynamicCache for this model"
             )
-        self.padding = rule.padding
+        self.store.padding = rule.padding
+        begun = self._here()
         out, evidence, scratch = attention.attend(self, query, rule, scale, softcap, sinks)
         if evidence is not None:
             self.fresh_evidence = evidence if self.fresh_evidence is None else self.fresh_evidence + evidence
         self.reads += 1
         if self.reads < self.readers:  # a later layer reads the same keys and values
             return out
-        before, incoming = self.held_bytes, self.new_keys.nbytes + self.new_values.nbytes
+        incoming = self.new_keys.nbytes + self.new_values.nbytes
+        self._finish(begun + scratch, incoming)
+        return out
+
+    def take_in(self, keys: Tensor, values: Tensor) -> None:
+        """Write tokens ``[B, H, n, D]`` down as a step does, without attention; only for keeps that need none."""
+        self.update(keys, values)
+        self._finish(0, 0)
+
+    def _finish(self, begun: int, incoming: int) -> None:
+        """Judge the new tokens, write them down and let them go; ``begun`` and ``incoming``: bytes while attention was at work."""
         self.cache.unsure = self.number
         self._commit(self.fresh_evidence)
         self.cache.unsure = None
+        most = max(begun, self._here()) + incoming
         self.cache.place.release(self.number)
-        self.cache.note(self, before, incoming, scratch)
-        return out
+        self.cache.note(self, most)
 
     def abandon(self) -> None:
         """Forget the new tokens of a step that failed before they were written down."""
@@ -277,7 +315,8 @@ class Layer(CacheLayerMixin):
                 evidence[..., :stored] += self.evidence.view()
             self.evidence.set(evidence)
         if self.looks:
-            self.remembered.write(keys, stored)
+            padding = self.store.padding
+            self.remembered.write(keys, stored, None if padding is None else padding[:, None, self.seen - new :])
         if len(self.counts):
             self.counts.append(torch.ones((*self.counts.shape[:2], new), device=keys.device))
         limit = None if self.may_roll_back else self.limit
@@ -300,7 +339,9 @@ class Layer(CacheLayerMixin):
             self.store.append(keys, values)
             if limit is not None and self._most() > limit:
                 self._select(limit - self.keep.slack)
-        if not self.waits:
+        if self.waits:
+            self.unconfirmed += new
+        else:
             self.store.settle()
 
     def _select(self, limit: int) -> None:
@@ -357,8 +398,6 @@ class Layer(CacheLayerMixin):
         self.columns.set(kept.int())
         if len(self.evidence):
             self.evidence.select(at)
-        if len(self.counts) and len(self.counts) != index.shape[2]:
-            self.counts.select(index)
         self.evicted = True
 
     def _keys(self) -> Tensor:
@@ -370,12 +409,13 @@ class Layer(CacheLayerMixin):
         return torch.cat([self.store.value_rows(start, stop) for start, stop in self.store.blocks(attention.MANY)], 2)
 
     def _priority(self, columns: Tensor, keys: Callable[[], Tensor], values: Callable[[], Tensor]) -> tuple[Held, Tensor]:
-        if self.padding is None:
+        padding = self.store.padding
+        if padding is None:
             positions = columns
         else:
-            count = self.padding.long().cumsum(1) - 1
-            at = columns.expand(self.padding.shape[0], -1, -1)
-            real = attention._gather_padding(self.padding, columns)
+            count = padding.long().cumsum(1) - 1
+            at = columns.expand(padding.shape[0], -1, -1)
+            real = real_tokens(padding, columns)
             positions = count.unsqueeze(1).expand(-1, at.shape[1], -1).gather(2, at.clamp(min=0)).masked_fill(~real, -1)
         evidence = self.evidence.view() if len(self.evidence) else None
         roles, turns = self.cache.spoken(self.seen) if "roles" in self.keep.needs else (None, None)
@@ -390,6 +430,26 @@ class Layer(CacheLayerMixin):
         if not self.is_initialized:
             return []
         return [*self.store.buffers(), self.columns, self.evidence, self.counts, *self.remembered.buffers()]
+
+    def _here(self) -> int:
+        return sum(buffer.here for buffer in self.buffers())
+
+    # the place's side
+
+    @property
+    def held(self) -> int:
+        """Tokens in the store."""
+        return len(self.store) if self.is_initialized else 0
+
+    @property
+    def page(self) -> int:
+        """Tokens that queries choose together; 0: they read everything."""
+        return self.remembered.page
+
+    def moving(self) -> list[Buffer]:
+        """What may leave the compute device between two steps: all but what says which tokens a query needs."""
+        remembered = self.remembered.buffers() if self.page and self.is_initialized else []
+        return [buffer for buffer in self.buffers() if buffer not in remembered]
 
     def at_hand(self) -> _AtHand:
         """``with layer.at_hand():`` has the layer's bytes on the compute device."""
@@ -512,6 +572,7 @@ class KVCache(Cache):
         self.watching: dict[int, attention.Watch] = {}
         self.read: list[int] = []  # ids that lab.generate fed, to notice an old prompt
         self.recorded: History | None = None
+        self.parked: Path | None = None  # the file it waits in
         self.unsure: int | None = None  # the layer that is being written down; stays so if that fails
         self.spans: list[tuple[int, str]] = []  # where each message begins, and who speaks
         self._spoken_for = 0  # columns up to here are some message's
@@ -544,6 +605,10 @@ class KVCache(Cache):
         GPU it would cost a wait a layer).
         """
         total = layer.seen + keys.shape[2]
+        if self.parked is not None:
+            raise RuntimeError(
+                f"this cache is parked in {str(self.parked)!r}: go on with kvlab.resume(model, path), or reset() it"
+            )
         if self.unsure is not None:
             raise RuntimeError(f"an earlier step failed while layer {self.unsure} was written down. reset() the cache.")
         if not any(other.seen >= total for other in self.layers):  # the first layer of a step speaks for all
@@ -595,7 +660,7 @@ class KVCache(Cache):
         self.place.close()
         self.place = self.strategy.place.state(self.layers, self.device)
         self.high_water = self._held = 0
-        self.unsure = None
+        self.parked = self.unsure = None
         self.read, self.spans, self._spoken_for = [], [], 0
         if self.recorded is not None:
             self.recorded = History(len(self.layers))
@@ -616,6 +681,12 @@ class KVCache(Cache):
         if self.recorded is None:
             self.recorded = History(len(self.layers))
         return self.recorded
+
+    def timeline(self) -> Timeline:
+        """From now on, what the place moves and when (:class:`kvlab.timeline.Timeline`); a new one at every call. ``place.record(None)`` ends it."""
+        made = Timeline()
+        self.place.record(made)
+        return made
 
     def annotate(self, role: str, tokens: int | None = None) -> None:
         """The next ``tokens`` tokens to be read are one message by ``role``; None: all that come until the next message is named.
@@ -649,26 +720,43 @@ class KVCache(Cache):
         turns = (roles == ROLES.index("user")).cumsum(0)
         return roles.repeat_interleave(lengths)[:seen].to(self.device), turns.repeat_interleave(lengths)[:seen].to(self.device)
 
+    def park(self, path: str | os.PathLike[str]) -> Path:
+        """Put this conversation away in a file and free all it holds; ``kvlab.resume(model, path)`` goes on with it, in another process too.
+
+        Until then only ``reset()`` makes this object usable again. Raises ``OSError`` if the file cannot be written; then nothing is freed.
+        """
+        from kvlab.saving import save
+
+        written = save(self, path).absolute()
+        self.reset()
+        self.close()
+        self.parked = written
+        return written
+
+    @property
+    def resident(self) -> int:
+        """Bytes that this cache holds on the compute device now, what is being fetched included."""
+        return sum(layer._here() for layer in self.layers) + self.place.in_flight
+
     def close(self) -> None:
-        """Give back files and host memory."""
+        """Give back files, threads and host memory."""
         self.place.close()
 
     # bytes
 
-    def note(self, layer: Layer, before: int, incoming: int, scratch: int) -> None:
-        """Called by a layer after each step: keeps the running total and the high-water mark of the compute device."""
-        buffers = layer.buffers()
-        here = sum(b.allocated for b in buffers if b.where is None)
-        full = sum(b.allocated for b in buffers)
-        # while the layer is at work: its old bytes, the new tokens and the scores; then its new bytes beside the new tokens
-        others = self._held - before + self.place.in_flight
-        self.high_water = max(self.high_water, others + before + incoming + scratch, others + full + incoming)
-        self._held += here - before
+    def note(self, layer: Layer, most: int) -> None:
+        """Called by a layer after each step that took ``most`` bytes: keeps the running total and the high-water mark of the compute device.
+
+        At work a layer takes its old bytes, the new tokens and the scores; then its new bytes beside the new tokens.
+        """
+        others, here = self._held - layer.held_bytes, layer._here()
+        self.high_water = max(self.high_water, others + self.place.in_flight + most)
+        self._held = others + here
         layer.held_bytes = here
 
     def settle_bytes(self, layer: Layer) -> None:
         """Take a layer into the running total that was filled from elsewhere."""
-        self.note(layer, layer.held_bytes, 0, 0)
+        self.note(layer, layer._here())
 
     def memory(self) -> Memory:
         """Bytes by part and device, logical and allocated, with the high-water mark. See :class:`kvlab.memory.Memory`."""
@@ -684,10 +772,10 @@ class KVCache(Cache):
             seen += layer.seen * shape.batch * shape.kv_heads
             reference += layer.seen * shape.batch * shape.kv_heads * (shape.key_dim + shape.value_dim) * 2
             for buffer in layer.buffers():
-                if buffer.allocated:
-                    key = (buffer.part, buffer.device)
+                for device, logical, allocated in buffer.spread():
+                    key = (buffer.part, device)
                     old = parts.get(key, Part(*key, 0, 0))
-                    parts[key] = Part(*key, old.logical + buffer.logical, old.allocated + buffer.allocated)
+                    parts[key] = Part(*key, old.logical + logical, old.allocated + allocated)
         return Memory(
             tuple(parts.values()), self.high_water, reference, self.get_seq_length(), rows, repacked, dropped / max(1, seen)
         )

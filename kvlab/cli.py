@@ -134,11 +134,11 @@ def app() -> "typer.Typer":
 
     @commands.command()
     def study(
-        name: Annotated[str, typer.Argument(help="compress, prefill, recall or stream; see the README.")],
+        name: Annotated[str, typer.Argument(help="compress, overlap, prefill, recall, selective or stream; see the README.")],
         model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,
         out: Annotated[Path | None, typer.Option(help="Add the rows to this JSON-lines file.")] = None,
     ) -> None:
-        """Run a study of the keep axis and print its table: what a budget costs, what is forgotten, how long a text may be."""
+        """Run a study and print its table: what a budget costs, what is forgotten, how long a text may be, what prefetch hides."""
         import kvlab
         from kvlab.measure.studies import study as run_study
 
@@ -196,6 +196,8 @@ SIDE_BY_SIDE = (
     "kvlab.Strategy(store=store.PreRope(store.Int(bits=3, plain='float16')))",
     "kvlab.Strategy(store=store.KIVI(plain='float16'))",
     "kvlab.Strategy(store=store.PreRope(store.Rotated(store.Mixed(bits=3, value_levels='normal', plain='float16'), kind='random', keys=False)))",
+    "kvlab.Strategy(store=store.PreRope(store.Rotated(store.Mixed(bits=3, group_size=256, value_levels='normal', plain='float16'), kind='random', keys=False)))",
+    "kvlab.Strategy(store=store.PreRope(store.Int(bits=2, plain='float16')))",
     "kvlab.Strategy(store=store.LowRank(rank=48, bits=8, values=False))",
 )
 

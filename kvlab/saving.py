@@ -55,8 +55,8 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> Path:
                 rows.append(len(buffer))
                 if len(buffer):
                     tensors[f"{number}.{i}"] = buffer.view().detach().cpu().contiguous()
-        if layer.padding is not None:
-            tensors[f"{number}.padding"] = layer.padding.to(torch.uint8).cpu()
+        if layer.store.padding is not None:
+            tensors[f"{number}.padding"] = layer.store.padding.to(torch.uint8).cpu()
         shape = layer.shape
         layers.append(
             {
@@ -143,7 +143,7 @@ def _restore(layer: Layer, about: dict[str, Any], rows: dict[int, Tensor | None]
     device, dtype = layer.cache.device, getattr(torch, about["dtype"])
     layer.prepare(about["batch"], about["kv_heads"], about["key_dim"], about["value_dim"], dtype, device)
     layer.seen, layer.evicted, layer.dropped = about["seen"], about["evicted"], about["dropped"]
-    layer.padding = None if padding is None else padding.bool().to(device)
+    layer.store.padding = None if padding is None else padding.bool().to(device)
     buffers: list[Buffer] = layer.buffers()
     if len(buffers) != len(about["rows"]):
         raise ValueError(f"{path}: layer {layer.number} has {len(about['rows'])} parts, this version of the store {len(buffers)}")

@@ -191,6 +191,17 @@ def from_dict(axis: str, data: dict[str, Any]) -> Method:
     return cls(**{k: from_dict(axis, v) if isinstance(v, dict) else v for k, v in values.items()})
 
 
+def numbers(text: str, owner: str) -> set[int]:
+    """The numbers that ``text`` such as ``"0-1, 29"`` names. Raises ``ValueError`` for anything else, naming ``owner``."""
+    found: set[int] = set()
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        first, dash, last = part.partition("-")
+        if not (first.strip().isdecimal() and (last.strip().isdecimal() or not dash)) or int(last or first) < int(first):
+            raise ValueError(f"{owner}={text!r}: {part!r} is not of the form 3 or 0-2")
+        found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
 def _default(axis: str, name: str) -> Any:
     return dataclasses.field(default_factory=lambda: methods(axis)[name]())
 

@@ -321,3 +321,30 @@ def test_a_detached_model_is_named_and_the_cache_lives_on(ids):
     attach(model)
     got = forward(model, ids[:, 10:], cache)
     assert (got - plain(model, ids, [40])[:, 10:]).abs().max() < 1e-5
+
+
+def test_a_cache_does_not_wait_for_ever(ids):
+    """transformers does not say when assisted decoding is over: what no crop has confirmed within 256 tokens is written down."""
+    model, strategy = zoo.model("mistral"), Strategy(store=store.Int(bits=8, group_size=8))
+    cache = KVCache(model, strategy)
+    cache.activate_past_recording()
+    waiting = []
+    for _ in range(10):
+        forward(model, ids[:, :40], cache)
+        waiting.append(len(cache.layers[0].store.tail[0]))
+    assert waiting == [40, 80, 120, 160, 200, 240, 280, 43, 83, 123]  # of the window of 11 a group of 8 was written down
+    cache.layers[0].record_past = False  # as transformers ends it where it does
+    assert len(cache.layers[0].store) == 11 and len(cache.layers[0].store.tail[0]) < 8
+
+
+def test_after_assisted_decoding_codes_are_written_again(ids):
+    model, strategy = zoo.model("llama"), Strategy(store=store.Int(bits=8, group_size=8))
+    cache = KVCache(model, strategy)
+    model.generate(ids[:1], prompt_lookup_num_tokens=3, max_new_tokens=8, do_sample=False, pad_token_id=0, **{ARGUMENT: cache})
+    for _ in range(8):
+        forward(model, ids[:1, :40], cache)
+    coded = len(cache.layers[0].store.keys)
+    assert coded > 256
+    for layer in cache.layers:
+        layer.record_past = False
+    assert len(cache.layers[0].store.tail[0]) < 8 and len(cache.layers[0].store.keys) > coded

@@ -126,7 +126,7 @@ def test_a_notebook_is_light_and_carries_no_widget_state(path: Path) -> None:
 # Who may import whom
 
 LEVELS: list[set[str]] = [
-    {"errors", "_data", "_config", "jupyter"},
+    {"errors", "_data", "_config", "jupyter", "timeline"},
     {"strategy", "buffer", "memory", "geometry", "fetch", "texts", "rope"},
     {"hardware", "models"},
     {"keep", "store", "place"},
@@ -134,6 +134,7 @@ LEVELS: list[set[str]] = [
     {"cache"},
     {"chat"},
     {"lab", "saving"},
+    {"parking"},
     {"measure", "serving"},
     {"advise", "plots"},
     {"panels"},

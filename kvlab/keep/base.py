@@ -66,7 +66,12 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 class KeepState:
-    """What a keep remembers of one layer beside what it said of each token: nothing, unless a method says otherwise."""
+    """What a keep remembers of one layer beside what it said of each token: nothing, unless a method says otherwise.
+
+    ``page``: tokens that :meth:`look` chooses together; 0 where it chooses nothing.
+    """
+
+    page: int = 0
 
     def meet(self, query: Tensor, columns: Tensor, places: Tensor) -> None:
         """A step's queries ``[B, Hq, Q, D]``, scaled so that the square root of D is what a score is divided by, before anything is judged.
@@ -74,12 +79,16 @@ class KeepState:
         ``columns`` int64 ``[1, 1, Q]``; ``places`` int64 ``[1 or B, Q]``, their numbers among the real tokens of their row (negative: padding).
         """
 
+    def chooses(self, tokens: int) -> bool:
+        """Whether :meth:`look` will leave any of so many stored tokens out."""
+        return False
+
     def look(self, query: Tensor, tokens: int) -> Tensor | None:
         """Which of the stored ``tokens`` these queries ``[B, H, G, q, D]`` need: bool ``[B, H, q, tokens]``; None: all of them."""
         return None
 
-    def write(self, keys: Tensor, start: int) -> None:
-        """Keys ``[B, H, n, D]`` of the rows from ``start`` on, which come after all others."""
+    def write(self, keys: Tensor, start: int, real: Tensor | None) -> None:
+        """Keys ``[B, H, n, D]`` of the rows from ``start`` on, which come after all others. ``real``: bool ``[B, 1, n]``, False for padding; None: all real."""
 
     def truncate(self, rows: int) -> None:
         """Only the first ``rows`` tokens are left."""

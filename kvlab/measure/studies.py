@@ -1,5 +1,5 @@
-"""Studies of the keep axis, whose rows lie in ``data/results``: what a budget of a fifth costs, what is forgotten, how long a text may be, what
-evidence costs while a prompt is read. `kvlab study NAME` runs one."""
+"""Studies, whose rows lie in ``data/results``. Of the keep axis: what a budget of a fifth costs, what is forgotten, how long a text may be, what
+evidence costs while a prompt is read. `kvlab study NAME` runs one, or one of ``place_studies``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from kvlab import _data
 from kvlab.keep.base import Room
 from kvlab.lab import Lab
+from kvlab.measure import place_studies
 from kvlab.measure.quality import control, quality
 from kvlab.measure.result import machine
 from kvlab.measure.stream import stream
@@ -67,11 +68,14 @@ def _texts(lab: Lab, tokens: int, count: int) -> list[Tensor]:
 
 
 def compress(lab: Lab, say: Callable[[str], None]) -> Iterator[Row]:
-    """1,024 tokens read at once and cut down to a fifth (205 tokens a head), the next 128 scored, 16 at a time, over four texts. The budget holds on."""
-    controls = [control(lab, ids) for ids in _texts(lab, 1024 + 128, 4)]
+    """1,024 tokens read at once and cut down to a fifth (205 tokens a head), the next 128 scored, over four texts: 16 at a time, while the budget holds
+    on, and ("once") all at once, so that nothing more is evicted."""
+    controls, at_once = ([control(lab, ids, step=step) for ids in _texts(lab, 1024 + 128, 4)] for step in (16, 128))
     for name, strategy in evictors(205).items():
-        runs = [quality(lab, strategy, against) for against in controls]
+        runs, once = ([quality(lab, strategy, against) for against in some] for some in (controls, at_once))
         loss, full = (torch.cat([getattr(run, what) for run in runs]).double().mean() for what in ("loss", "full_loss"))
+        changes = [run.perplexity_change for run in once]
+        together = torch.cat([run.loss - run.full_loss for run in once]).double().mean()
         row: Row = {
             "name": name,
             "strategy": strategy.to_code(),
@@ -79,9 +83,14 @@ def compress(lab: Lab, say: Callable[[str], None]) -> Iterator[Row]:
             "kl": float(torch.cat([run.kl for run in runs]).double().mean()),
             "agreement": float(torch.cat([run.agree for run in runs]).double().mean()),
             "ratio": runs[0].memory.ratio,
+            "once": {
+                "perplexity_change": float(together.exp()) - 1,
+                "by_text": changes,
+                "kl": float(torch.cat([run.kl for run in once]).double().mean()),
+            },
         }
         say(
-            f"{name:34} perplexity {100 * row['perplexity_change']:+8.2f}%  KL {row['kl']:.4f}  agree {row['agreement']:.3f}  {100 * row['ratio']:.1f}% of 16-bit"
+            f"{name:34} once {100 * row['once']['perplexity_change']:+8.2f}%  held on {100 * row['perplexity_change']:+8.2f}%  KL {row['kl']:.4f}  agree {row['agreement']:.3f}  {100 * row['ratio']:.1f}% of 16-bit"
         )
         yield row
 
@@ -228,24 +237,28 @@ STUDIES: dict[str, Callable[..., Iterator[Row]]] = {
     "prefill": prefill,
     "recall": recall,
     "stream": streaming,
+    "overlap": place_studies.overlap,
+    "selective": place_studies.selective,
 }
+RESULTS = {"overlap": "place.jsonl", "selective": "place.jsonl"}  # others in keep.jsonl
 
 
 def recorded(name: str) -> list[Row]:
-    """The newest recorded row of each name of a study, as the study's command wrote them to ``data/results/keep.jsonl``.
+    """The newest recorded row of each name of a study, as the study's command wrote them to ``data/results``.
 
     Raises ``ValueError`` for a study that is not known, or of which nothing is recorded.
     """
     if name not in STUDIES:
         raise ValueError(f"study={name!r} is not one of {', '.join(STUDIES)}")
     rows: dict[str, Row] = {}
-    for line in _data.path("results/keep.jsonl").read_text(encoding="utf-8").splitlines():
+    file = f"results/{RESULTS.get(name, 'keep.jsonl')}"
+    for line in _data.path(file).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row["study"] == name:
             rows.pop(row["name"], None)
             rows[row["name"]] = row
     if not rows:
-        raise ValueError(f"nothing is recorded of the study {name!r}: kvlab study {name} --out data/results/keep.jsonl")
+        raise ValueError(f"nothing is recorded of the study {name!r}: kvlab study {name} --out data/{file}")
     return list(rows.values())
 
 

@@ -9,31 +9,51 @@ import torch
 
 from kvlab.buffer import Buffer
 from kvlab.strategy import Method
+from kvlab.timeline import Timeline
 
 
-class HasBuffers(Protocol):
-    def buffers(self) -> list[Buffer]: ...
+class Movable(Protocol):
+    """What a place sees of a layer."""
+
+    @property
+    def held(self) -> int:
+        """Tokens it holds."""
+
+    @property
+    def page(self) -> int:
+        """Tokens that are read together where single ones are looked up; 0: none are."""
+
+    def moving(self) -> list[Buffer]:
+        """What may leave the compute device between two steps."""
 
 
 class PlaceState:
-    """Moves whole layers. One for a cache; ``layers`` are in the order in which the model uses them."""
+    """Moves whole layers. One for a cache; ``layers`` are in the order in which the model uses them. ``timeline``: what it records, once asked to."""
 
-    def __init__(self, layers: Sequence[HasBuffers]) -> None:
+    def __init__(self, layers: Sequence[Movable]) -> None:
         self.layers = layers
+        self.timeline: Timeline | None = None
 
-    def fetch(self, layer: int) -> None:
-        """On return, every buffer of the layer is on the compute device."""
+    def record(self, timeline: Timeline | None) -> None:
+        """Note what happens from now on."""
+        self.timeline = timeline
+
+    def fetch(self, layer: int, whole: bool = True) -> None:
+        """On return the layer's bytes are on the compute device; without ``whole`` they may stay away, and each buffer fetches what it is asked for."""
+        if self.timeline is not None:
+            self.timeline.turn(layer)
+            self.timeline.ready(layer)
 
     def release(self, layer: int) -> None:
         """The layer is done for this step."""
 
     @property
     def in_flight(self) -> int:
-        """Bytes already on the compute device for a layer that has not been fetched yet."""
+        """Bytes already on the compute device for layers that have not been fetched yet."""
         return 0
 
     def close(self) -> None:
-        """Give back what the place holds (files, host memory)."""
+        """Give back what the place holds (files, threads, host memory)."""
 
 
 class Place(Method, abstract=True):
@@ -42,5 +62,5 @@ class Place(Method, abstract=True):
     axis = "place"
     lossless = True
 
-    def state(self, layers: Sequence[HasBuffers], device: torch.device) -> PlaceState:
+    def state(self, layers: Sequence[Movable], device: torch.device) -> PlaceState:
         raise NotImplementedError

@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-import weakref
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from kvlab.buffer import Buffer
-from kvlab.place.base import HasBuffers, Place, PlaceState
-from kvlab.strategy import param
-
-PREFIX = "kvlab-offload-"
+from kvlab.place.base import Movable, Place, PlaceState
+from kvlab.place.disk import DiskTier
+from kvlab.place.host import HostTier
+from kvlab.place.tier import PAGE, Tier
+from kvlab.strategy import numbers, param
+from kvlab.timeline import Timeline
 
 
 @dataclass(frozen=True)
 class Offload(Place):
-    """One layer's cache at a time on the compute device; the others wait in CPU RAM (of a GPU machine) or in files.
+    """Only the layers that compute now or next are on the compute device; the others wait in CPU RAM (of a GPU machine) or in files.
 
-    ``to="auto"`` is the CPU's memory where the model runs on a GPU, and disk where it runs on a CPU. On a GPU the next layer's copy
-    is under way, on a stream of its own, while this one computes.
+    Whole pages of 16 tokens leave, once; what is newer stays until its page is full. While a layer computes, the next ``prefetch`` layers are on their
+    way back. A part may stay for good: some layers, the first and the newest tokens of each. With ``keep.Quest`` only the pages that a query reads
+    come back, as they lie (codes stay codes).
     """
 
     title = "offload"
     paper = "FlexGen, arXiv 2303.06865"
 
     to: str = param(
-        "auto", choices=("auto", "cpu", "disk"), help="Where layers wait. auto: CPU RAM beside a GPU, disk beside a CPU."
+        "auto", choices=("auto", "cpu", "disk"), help="Where tokens wait. auto: CPU RAM beside a GPU, disk beside a CPU."
     )
+    prefetch: int = param(1, low=0, high=16, step=1, unit="layers", help="How many of the next layers are fetched ahead.")
+    hot: int = param(
+        0, low=0, high=65536, step=16, unit="tokens", title="hot tokens", help="The newest tokens of each layer that stay here."
+    )
+    hot_first: int = param(
+        0, low=0, high=4096, step=4, unit="tokens", title="hot first tokens", help="So many of the first tokens stay here, too."
+    )
+    hot_layers: str = param("", title="hot layers", help="Layers that stay here whole: 0-1, 29.")
     folder: str = param("", help="Where files go when offloading to disk. Empty: the system's folder for temporary files.")
+    direct: bool = param(
+        False, title="direct reads", help="Read files past the system's cache, which may otherwise hold them in RAM."
+    )
+    pin: bool = param(True, title="pinned", help="Pin the CPU RAM beside a GPU, so that copies run beside computing.")
+    emulate: float = param(
+        0.0,
+        low=0.0,
+        high=64.0,
+        step=0.25,
+        unit="GB/s",
+        title="emulated link",
+        help="Slow reads from disk down to a link of this speed, to see what it would do. 0: as fast as they are.",
+    )
 
-    def state(self, layers: Sequence[HasBuffers], device: torch.device) -> PlaceState:
+    def check(self) -> None:
+        numbers(self.hot_layers, "Offload: hot_layers")
+
+    def state(self, layers: Sequence[Movable], device: torch.device) -> PlaceState:
         to = self.to
         if to == "auto":
             to = "disk" if device.type == "cpu" else "cpu"
@@ -45,134 +67,98 @@ class Offload(Place):
             raise ValueError(
                 "Offload: to='cpu' moves nothing here, the model already runs on the CPU (allowed here: 'disk', 'auto')"
             )
-        return DiskState(layers, device, self.folder) if to == "disk" else HostState(layers, device)
+        if to == "cpu" and (self.emulate or self.direct):
+            raise ValueError("Offload: emulate and direct are about files (allowed with to='disk')")
+        hot = numbers(self.hot_layers, "Offload: hot_layers")
+        if hot and max(hot) >= len(layers):
+            raise ValueError(
+                f"Offload: hot_layers={self.hot_layers!r} names layer {max(hot)}, the model has {len(layers)} (allowed: 0 to {len(layers) - 1})"
+            )
+        if to == "disk":
+            tier: Tier = DiskTier(device, self.folder, direct=self.direct, speed=1e9 * self.emulate)
+        else:
+            tier = HostTier(device, pin=self.pin)
+        return OffloadState(self, layers, tier, hot)
 
 
-class DiskState(PlaceState):
-    """Each buffer in a file of its own, in a private folder that goes with the cache, or at the next start after a crash."""
+class OffloadState(PlaceState):
+    """Decides what leaves and what is fetched ahead; a :class:`kvlab.place.tier.Tier` does it."""
 
-    def __init__(self, layers: Sequence[HasBuffers], device: torch.device, folder: str) -> None:
+    def __init__(self, settings: Offload, layers: Sequence[Movable], tier: Tier, hot: set[int]) -> None:
         super().__init__(layers)
-        self.device = device
-        parent = Path(folder or tempfile.gettempdir())
-        sweep(parent)
-        try:
-            self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
-        except OSError as error:
-            raise OSError(f"Offload: cannot write in the folder {str(parent)!r}: {error.strerror or error}") from error
-        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        self._shape: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        self.settings, self.tier, self.hot = settings, tier, hot
+        self._coming: dict[Buffer, Any] = {}
 
-    def _path(self, layer: int, number: int) -> Path:
-        return self.folder / f"{layer}-{number}"
+    def record(self, timeline: Timeline | None) -> None:
+        self.timeline = self.tier.timeline = timeline
 
-    def fetch(self, layer: int) -> None:
-        for number, buffer in enumerate(self.layers[layer].buffers()):
-            if buffer.where is None:
-                continue
-            shape, dtype = self._shape[id(buffer)]
-            with torch.inference_mode(False):
-                try:
-                    raw = torch.from_numpy(np.fromfile(self._path(layer, number), dtype=np.uint8))
-                except OSError as error:
-                    raise OSError(
-                        f"Offload: layer {layer} cannot be read back from {str(self.folder)!r} ({error.strerror or error}): its tokens are lost. "
-                        "reset() the cache and read the text again."
-                    ) from error
-                data = raw.view(dtype).view(shape).to(self.device)
-            buffer.arrive(data)
+    def fetch(self, layer: int, whole: bool = True) -> None:
+        line, item = self.timeline, self.layers[layer]
+        if line is not None:
+            line.turn(layer)
+        if layer not in self.hot:
+            away = [buffer for buffer in item.moving() if buffer.away]
+            if whole or any(buffer in self._coming for buffer in away):
+                began = time.perf_counter()
+                for buffer in away:
+                    self._start(buffer, layer)
+                for buffer in away:
+                    buffer.arrive(self.tier.finish(self._coming.pop(buffer)))
+                if line is not None and away:
+                    self._stalled(layer, began)
+        self._ahead(layer, whole)
+        if line is not None:
+            line.ready(layer)
+
+    def _stalled(self, layer: int, began: float) -> None:
+        assert self.timeline is not None
+        self.timeline.note("stall", layer, began, time.perf_counter())
+
+    def _start(self, buffer: Buffer, layer: int) -> None:
+        if buffer not in self._coming:
+            self._coming[buffer] = self.tier.start(buffer, layer)
+
+    def _ahead(self, layer: int, whole: bool) -> None:
+        count = len(self.layers)
+        for distance in range(1, min(self.settings.prefetch, count - 1) + 1):
+            number = (layer + distance) % count
+            item = self.layers[number]
+            if number in self.hot or (item.page and not (whole and self.layers[layer].page and number > layer)):
+                continue  # of a layer that looks pages up nobody knows yet which ones
+            for buffer in item.moving():
+                if buffer.away:
+                    self._start(buffer, number)
 
     def release(self, layer: int) -> None:
-        buffers = [(n, b) for n, b in enumerate(self.layers[layer].buffers()) if b.data is not None]
-        for number, buffer in buffers:  # write all first: if the disk is full, the whole layer is still here
-            data = buffer.data
-            assert data is not None
-            if buffer.dirty:
-                path = self._path(layer, number)
-                fresh = path.with_suffix(".new")
-                try:
-                    data.cpu().contiguous().view(-1).view(torch.uint8).numpy().tofile(fresh)
-                    os.replace(fresh, path)
-                except OSError as error:
-                    fresh.unlink(missing_ok=True)
-                    raise OSError(
-                        f"Offload: cannot write {data.nbytes} bytes to {str(self.folder)!r} ({error.strerror or error}); "
-                        "nothing is lost: the layer stays in memory"
-                    ) from error
-            self._shape[id(buffer)] = (data.shape, data.dtype)
-        for _, buffer in buffers:
-            buffer.leave("disk")
+        item = self.layers[layer]
+        if layer not in self.hot:
+            page = item.page or PAGE
+            leaving = []
+            for buffer in item.moving():
+                first, stop = self._cold(buffer, item.held, page)
+                if stop > first:
+                    self.tier.put(
+                        buffer, stop, page, layer
+                    )  # write all first: if the disk is full, the whole layer is still here
+                    leaving.append((buffer, first, stop))
+            for buffer, first, stop in leaving:
+                buffer.leave(first, stop - first, self.tier)
 
-    def close(self) -> None:
-        self._remove()
-
-
-class HostState(PlaceState):
-    """Pinned CPU memory beside a GPU; both directions on one side stream, so a layer is never read back before it is complete."""
-
-    def __init__(self, layers: Sequence[HasBuffers], device: torch.device) -> None:
-        super().__init__(layers)
-        self.device = device
-        self._stream = torch.cuda.Stream(device)
-        self._host: dict[int, Tensor] = {}
-        self._coming: dict[int, list[tuple[Buffer, Tensor]]] = {}
-        self._ready: dict[int, torch.cuda.Event] = {}
-
-    def _start(self, layer: int) -> None:
-        if layer in self._coming:
-            return
-        with torch.inference_mode(False), torch.cuda.stream(self._stream):
-            away = [b for b in self.layers[layer].buffers() if b.where is not None]
-            self._coming[layer] = [(b, self._host[id(b)].to(self.device, non_blocking=True)) for b in away]
-            self._ready[layer] = self._stream.record_event()
-
-    def fetch(self, layer: int) -> None:
-        self._start(layer)
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(self._ready.pop(layer))
-        for buffer, data in self._coming.pop(layer):
-            data.record_stream(current)
-            buffer.arrive(data)
-        if len(self.layers) > 1:
-            self._start((layer + 1) % len(self.layers))
-
-    def release(self, layer: int) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.inference_mode(False), torch.cuda.stream(self._stream):
-            for buffer in self.layers[layer].buffers():
-                data = buffer.data
-                if data is None:
-                    continue
-                if buffer.dirty:
-                    host = self._host.get(id(buffer))
-                    if host is None or host.shape != data.shape or host.dtype != data.dtype:
-                        host = self._host[id(buffer)] = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
-                    host.copy_(data, non_blocking=True)
-                data.record_stream(self._stream)
-                buffer.leave("cpu")
+    def _cold(self, buffer: Buffer, held: int, page: int) -> tuple[int, int]:
+        """The rows of a buffer that are to be away, first and behind the last; a row may stand for several tokens (scales)."""
+        rows = len(buffer)
+        if not rows or not held:
+            return 0, 0
+        first, hot = (-(-count * min(rows, held) // held) for count in (self.settings.hot_first, self.settings.hot))
+        stop = max(0, rows - hot) // page * page
+        if buffer.away:
+            first, stop = buffer.first, max(stop, buffer.first + buffer.away)
+        return first, stop
 
     @property
     def in_flight(self) -> int:
-        return sum(data.nbytes for coming in self._coming.values() for _, data in coming)
+        return sum(ticket.data.nbytes for ticket in self._coming.values())
 
     def close(self) -> None:
-        self._host.clear()
         self._coming.clear()
-
-
-def sweep(parent: Path) -> None:
-    """Remove folders that crashed processes left in ``parent``."""
-    for folder in parent.glob(f"{PREFIX}*"):
-        owner = folder.name.removeprefix(PREFIX).split("-", 1)[0]
-        if owner.isdigit() and not _alive(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+        self.tier.close()

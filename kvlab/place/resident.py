@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvlab.place.base import HasBuffers, Place, PlaceState
+from kvlab.place.base import Movable, Place, PlaceState
 
 
 @dataclass(frozen=True)
@@ -16,5 +16,5 @@ class Resident(Place):
 
     title = "resident"
 
-    def state(self, layers: Sequence[HasBuffers], device: torch.device) -> PlaceState:
+    def state(self, layers: Sequence[Movable], device: torch.device) -> PlaceState:
         return PlaceState(layers)

@@ -40,14 +40,23 @@ class StoreState(ABC):
     """The tokens of one layer as a store writes them. Token ``i`` is row ``i``, oldest first, the same count for every head.
 
     ``columns``: the layer's, int32 ``[1 or B, 1 or H, rows]``: which token of the text each row is, rows about to be appended included; empty while
-    row ``i`` is token ``i``.
+    row ``i`` is token ``i``. ``padding``: the layer's, bool ``[B, tokens]``, True for real tokens; None where there is no padding.
     """
 
     shape: LayerShape
     columns: Buffer = field(default_factory=lambda: Buffer("columns", shared=True), repr=False)
+    padding: Tensor | None = field(default=None, repr=False)
 
     @abstractmethod
     def __len__(self) -> int: ...
+
+    def real(self, start: int, stop: int) -> Tensor | None:
+        """Which of the rows ``start:stop`` are no padding, bool ``[B, 1 or H, stop - start]``; None: all of them."""
+        if self.padding is None:
+            return None
+        if len(self.columns):
+            return real_tokens(self.padding, self.columns.view()[..., start:stop].long())
+        return self.padding[:, None, start:stop]
 
     @property
     def borders(self) -> list[int]:
@@ -148,6 +157,12 @@ class StoreState(ABC):
         """Keys and values ``[B, H, n, D]`` as attention sees them, in the model's dtype. For tests and figures: it is a copy."""
 
 
+def real_tokens(padding: Tensor, columns: Tensor) -> Tensor:
+    """``padding`` ``[B, tokens]`` at ``columns`` ``[b, h, n]`` (negative: none) -> bool ``[B, h, n]``."""
+    rows, heads = padding.shape[0], columns.shape[1]
+    return padding.unsqueeze(1).expand(-1, heads, -1).gather(2, columns.clamp(min=0).expand(rows, -1, -1)) & (columns >= 0)
+
+
 class Around(StoreState):
     """A store inside another: everything is ``inner``'s, until a subclass says otherwise."""
 
@@ -157,7 +172,7 @@ class Around(StoreState):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("shape", "columns") and "inner" in self.__dict__:
+        if name in ("shape", "columns", "padding") and "inner" in self.__dict__:
             setattr(self.inner, name, self.within(value) if name == "shape" else value)
 
     def within(self, shape: LayerShape) -> LayerShape:

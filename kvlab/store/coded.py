@@ -84,6 +84,12 @@ class CodedState(StoreState):
         due = [rule(len(tail) - waiting) for rule, tail in zip((self.flush.keys, self.flush.values), self.tail, strict=True)]
         if max(due) <= 0 or (not self.opened and max(due) < self.flush.start):
             return
+        if not self.opened:
+            real = self.real(waiting, waiting + max(due))
+            if real is not None and self.flush.start and int(real.sum(2).min()) < self.flush.start:
+                return  # a row of the batch that is mostly padding says too little yet
+            for side, tail in zip(self.sides, self.tail, strict=True):
+                side.learn(tail.view()[:, :, waiting : waiting + max(due)], real)
         if waiting:
             for first, tail in zip(self.first, self.tail, strict=True):
                 first.set(tail.view()[:, :, :waiting].clone())
@@ -131,7 +137,7 @@ class CodedState(StoreState):
         for tail, rows in zip(self.tail, (keys, values), strict=True):
             if rows.shape[2]:
                 tail.view()[:, :, len(tail) - rows.shape[2] :] = to_format(rows, self.plain)
-                tail.dirty = True
+                tail.touch(len(tail) - rows.shape[2])
 
     def keys_at(self, start: int, stop: int) -> tuple[Tensor | Codes, int] | None:
         rows = self._plain(0, start, stop)

@@ -228,7 +228,7 @@ class QuantizedSide(Side):
             # written are the live rows only: a padded list repeats a place, and which of two writes wins would be chance
             live = (torch.arange(padded, device=table.device) < count).expand(*codes.shape[:2], -1)
             b, h, i = live.nonzero(as_tuple=True)
-            self.codes.dirty = True
+            self.codes.touch()
             codes[b, h, where.expand(*codes.shape[:2], -1)[b, h, i]] = packed[b, h, i]
             first = scale.shape[2]
             slot = first + torch.arange(padded, device=table.device) // size

@@ -55,10 +55,7 @@ class DenseState(StoreState):
         return self.values.view()[:, :, start:stop].float()
 
     def rows_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = (
-            side.view().gather(2, index[..., None].expand(-1, -1, -1, side.shape[3])).float() for side in (self.keys, self.values)
-        )
-        return keys, values
+        return self.keys.take(index).float(), self.values.take(index).float()
 
     @property
     def plain_from(self) -> int:
@@ -67,7 +64,7 @@ class DenseState(StoreState):
     def rewrite(self, first: int, keys: Tensor, values: Tensor) -> None:
         for side, rows in ((self.keys, keys), (self.values, values)):
             side.view()[:, :, first:] = rows
-            side.dirty = True
+            side.touch(first)
 
     def keys_at(self, start: int, stop: int) -> tuple[Tensor, int]:
         return self.keys.view()[:, :, start:stop], start

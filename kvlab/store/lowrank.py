@@ -135,17 +135,21 @@ class LowRankSide(Side):
     def append(self, x: Tensor) -> None:
         x = x.float()
         if not len(self.basis):
-            self._learn(x)
+            self.learn(x, None)
         self.inner.append((x - self.mean.view()) @ self.basis.view())
 
-    def _learn(self, x: Tensor) -> None:
+    def learn(self, x: Tensor, real: Tensor | None) -> None:
+        if len(self.basis):
+            return
+        x = x.float()
         if not bool(x.isfinite().all()):
             raise ValueError(f"keys or values up to {float(x.abs().max()):.3g} cannot be quantized: no basis (NaN or infinite)")
-        mean = x.mean(2, keepdim=True)
-        _, basis = spectrum(x - mean)
+        weight = torch.ones_like(x[..., :1]) if real is None else real[..., None].float()
+        mean = (x * weight).sum(2, keepdim=True) / weight.sum(2, keepdim=True).clamp(min=1)
+        sizes, basis = spectrum((x - mean) * weight)
         rank = min(self.rank, basis.shape[3])
         if self.energy:
-            rank = min(rank, rank_for(x - mean, self.energy))
+            rank = min(rank, rank_for(sizes, self.energy))
         self.mean.set(mean)
         self.basis.set(basis[..., :rank].contiguous())
 
@@ -179,9 +183,9 @@ def spectrum(x: Tensor) -> tuple[Tensor, Tensor]:
     return values.flip(-1).clamp(min=0).float(), vectors.flip(-1).float()
 
 
-def rank_for(x: Tensor, energy: float) -> int:
-    """The smallest rank, a multiple of 8, that keeps a share ``energy`` of the squared size of ``[B, H, n, D]``, over all heads together."""
-    sizes = spectrum(x)[0].double().sum((0, 1))
+def rank_for(sizes: Tensor, energy: float) -> int:
+    """The smallest rank, a multiple of 8, that keeps a share ``energy`` of the squared singular values ``[B, H, D]``, over all heads together."""
+    sizes = sizes.double().sum((0, 1))
     share = sizes.cumsum(0) / sizes.sum().clamp(min=1e-30)
     rank = int((share < energy - 1e-9).sum()) + 1
-    return min(-(-rank // STEP) * STEP, x.shape[3])
+    return min(-(-rank // STEP) * STEP, len(sizes))

@@ -14,6 +14,7 @@ from kvlab.buffer import Buffer
 from kvlab.store.base import Around, LayerShape, Store, StoreState
 from kvlab.store.int import Int
 from kvlab.strategy import param
+from kvlab_kernels.layout import Codes
 
 
 @functools.cache
@@ -208,6 +209,10 @@ class RotatedState(Around):
 
     def value_rows(self, start: int, stop: int) -> Tensor:
         return self.read(1, self.inner.value_rows(start, stop))
+
+    def keys_at(self, start: int, stop: int) -> tuple[Tensor | Codes, int] | None:
+        as_they_are = self.turns[0] is None and self.settings.heads == 1
+        return self.inner.keys_at(start, stop) if as_they_are else None
 
     def buffers(self) -> list[Buffer]:
         return [*self.inner.buffers(), *(turn.order for turn in self.turns if turn is not None and turn.reorder)]

@@ -25,6 +25,9 @@ class Side(ABC):
     @abstractmethod
     def __len__(self) -> int: ...
 
+    def learn(self, x: Tensor, real: Tensor | None) -> None:
+        """Look at the first rows ``[B, H, n, D]`` before any is written; ``real``: bool ``[B, 1 or H, n]``, False for padding, None: all real."""
+
     @abstractmethod
     def append(self, x: Tensor) -> None:
         """Write ``[B, H, n, D]`` down for good; ``n`` is a multiple of ``group_size`` unless ``axis`` is "token"."""

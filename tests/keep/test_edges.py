@@ -151,3 +151,18 @@ def test_half_precision_does_not_overflow_where_scaled_queries_would_not():
     large = large.half()
     logits, _ = ours(large, Strategy(store=store.Dense()), some(1, 30), [10, 20, 30])
     assert logits.isfinite().all()
+
+
+def test_padding_says_nothing_of_its_page():
+    """One page of padding before the second row: it chooses the pages that it chooses alone."""
+    model, both, padding = zoo.model("llama"), some(2, 72, 3), torch.ones(2, 72, dtype=torch.long)
+    strategy = Strategy(keep=keep.Quest(budget=16, page=8, dense=0))
+    padding[1, :8] = 0
+    cuts = [40, *range(41, 73)]
+    together, cache = ours(model, strategy, both, cuts, padding)
+    alone, own = ours(model, strategy, both[1:, 8:], [stop - 8 for stop in cuts])
+    assert (together[1, 8:] - alone[0]).abs().max() < 1e-5
+    for name in ("least", "largest"):
+        pages, mine = (getattr(c.layers[1].remembered, name).view() for c in (cache, own))
+        torch.testing.assert_close(pages[1, :, 1:], mine[0], rtol=1e-3, atol=1e-3)
+        assert float(pages[1, :, 0].abs().min()) == 65504  # a bound that nothing can reach

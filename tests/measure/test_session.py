@@ -127,7 +127,7 @@ def test_requests_that_cannot_be(session: Session, how: dict[str, Any], said: st
 
 def test_files_of_an_offload_go_with_the_run(session: Session, tmp_path: Any) -> None:
     strategy = Strategy(place=place.Offload(to="disk", folder=str(tmp_path)))
-    assert run(session, strategy)[Row].memory.by_device().keys() == {"disk"}
+    assert run(session, strategy)[Row].memory.by_device()["disk"] > 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,7 @@ from kvlab import store
 from kvlab.measure import inspect, spectra
 from kvlab.measure.inspect import Recorded
 from kvlab.rope import Rope
-from kvlab.store.lowrank import rank_for
+from kvlab.store.lowrank import rank_for, spectrum
 
 ROPE = Rope(10000.0 ** -(torch.arange(0, 16, 2) / 16))
 
@@ -106,7 +106,7 @@ def test_the_store_chooses_this_rank(drawn, share):
     """Up to the next multiple of 8."""
     values = drawn.layers[0][1]
     needs = spectra.spectra(drawn, 0).rank("values", share)
-    assert rank_for(values - values.mean(2, keepdim=True), share) == -(-needs // 8) * 8
+    assert rank_for(spectrum(values - values.mean(2, keepdim=True))[0], share) == -(-needs // 8) * 8
 
 
 def test_ranks_of_every_layer(drawn):

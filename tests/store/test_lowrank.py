@@ -77,7 +77,8 @@ def test_energy_chooses_the_rank():
     x = torch.zeros(1, 1, 64, 64)
     x[0, 0].diagonal().copy_(torch.tensor([4.0] * 10 + [1.0] * 54))  # squares: 160 of 214 in the first ten directions
     assert spectrum(x)[0][0, 0, :11].tolist() == [16.0] * 10 + [1.0]
-    assert rank_for(x, 0.7) == 16 and rank_for(x, 0.5) == 8 and rank_for(x, 1.0) == 64
+    sizes = spectrum(x)[0]
+    assert rank_for(sizes, 0.7) == 16 and rank_for(sizes, 0.5) == 8 and rank_for(sizes, 1.0) == 64
     values = low_rank(12)
     state = store.LowRank(rank=64, energy=0.999, bits=32).state(SHAPE)
     state.append(values, values.clone())
@@ -196,3 +197,31 @@ def test_bad_rotations_are_refused():
         store.Rotated(reorder=True)
     with pytest.raises(ValueError, match="HeavyHitter needs evict"):
         Strategy(keep=keep.HeavyHitter(), store=store.Rotated(heads=3))
+
+
+@pytest.mark.parametrize("pre_rope", [True, False])
+def test_padding_takes_no_part_in_the_basis(pre_rope):
+    """A padded row gives what it gives alone, and nothing is written before its own text is long enough."""
+    model = make_llama()
+    ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(1))
+    padding = (torch.arange(40) >= torch.tensor([0, 12])[:, None]).long()
+    strategy = Strategy(store=store.LowRank(rank=8, first=16, sinks_exact=0, pre_rope=pre_rope))
+    both, alone = KVCache(model, strategy), KVCache(model, strategy)
+    for stop in (20, 30, 40):
+        want = forward(model, ids[1:, 12 if stop == 20 else stop - 10 : stop], alone)
+        got = forward(model, ids[:, (stop - 10) * (stop > 20) : stop], both, padding[:, :stop])
+        state = both.layers[0].store
+        coded = state.inner if pre_rope else state
+        assert coded.opened == (stop > 20)  # the second row has 8 tokens of its own at first, then 18
+        torch.testing.assert_close(got[1, -len(want[0]) :], want[0], rtol=1e-3, atol=1e-4)
+
+
+def test_energy_looks_at_the_variance_once(monkeypatch):
+    from kvlab.store import lowrank
+
+    calls = []
+    monkeypatch.setattr(lowrank, "spectrum", lambda x: calls.append(x.shape) or spectrum(x))
+    state = store.LowRank(rank=64, energy=0.9, bits=32).state(SHAPE)
+    state.append(turned(low_rank(8)), low_rank(8, seed=1))
+    state.settle()
+    assert len(calls) == 2 and state.inner.values.basis.view().shape[3] == 8  # keys, values
