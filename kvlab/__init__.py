@@ -2,12 +2,12 @@
 
 from kvlab import keep, place, store
 from kvlab.attention import attach, backend, detach
-from kvlab.cache import KVCache
+from kvlab.cache import KVCache, resume
 from kvlab.errors import UnsupportedModel
 from kvlab.lab import Generation, Lab, load
 from kvlab.memory import Memory
 from kvlab.parking import Parking
-from kvlab.saving import resume, save
+from kvlab.saving import save
 from kvlab.strategy import Strategy
 
 __version__ = "0.1.0"

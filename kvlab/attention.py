@@ -27,7 +27,7 @@ from kvlab_kernels import cpu
 from kvlab_kernels.layout import BITS, Codes
 
 if TYPE_CHECKING:
-    from kvlab.cache import Layer
+    from kvlab.layer import Layer
 
 NAME = "kvlab"
 MANY = cpu.MAX_ROWS + 1  # query rows that no compiled product takes

@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvlab.cache import KVCache
+from kvlab.cache import KVCache, resume
 from kvlab.keep.base import parse_bytes
-from kvlab.saving import resume
 from kvlab.strategy import Strategy
 
 ENDING = ".kvcache"

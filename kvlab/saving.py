@@ -7,7 +7,7 @@ import json
 import os
 import struct
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kvlab.buffer import Buffer
-from kvlab.cache import KVCache, Layer
-from kvlab.strategy import Strategy
+
+if TYPE_CHECKING:
+    from kvlab.cache import KVCache
+    from kvlab.layer import Layer
 
 VERSION = 3
 _VOLATILE = {
@@ -36,7 +38,7 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> Path:
     The file appears whole or not at all. Nothing is changed in the cache. Raises ``OSError`` where it cannot be written
     or something else than a file is there.
     """
-    if not isinstance(cache, KVCache):
+    if not hasattr(cache, "strategy") or not hasattr(cache, "layers"):
         raise ValueError(f"save: {type(cache).__name__} is no kvlab.KVCache")
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -86,12 +88,8 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def resume(model: nn.Module, path: str | os.PathLike[str], strategy: Strategy | None = None) -> KVCache:
-    """The cache that :func:`save` wrote, for the same model; the next step gives the logits it would have given.
-
-    Raises ``ValueError`` if the file is no saved cache or is damaged, was written by another version, for another model or, where ``strategy`` is
-    given, with another strategy; ``FileNotFoundError`` if it is not there.
-    """
+def read(model: nn.Module, path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of a file that :func:`save` wrote, once they are known to be whole and of this model; raises as ``kvlab.resume``."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no saved cache {path}")
@@ -109,10 +107,12 @@ def resume(model: nn.Module, path: str | os.PathLike[str], strategy: Strategy | 
         raise ValueError(f"{path} belongs to another model than this {type(model).__name__}: configuration or weights differ")
     if header["digest"] != _digest(tensors):
         raise ValueError(f"{path} is damaged: its numbers are not those that were saved")
-    saved = Strategy.from_dict(header["strategy"])
-    if strategy is not None and strategy != saved:
-        raise ValueError(f"{path} was written with {saved}, not with {strategy}")
-    cache = KVCache(model, saved)
+    return header, tensors
+
+
+def restore(cache: KVCache, header: dict[str, Any], tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> None:
+    """Give a new cache what :func:`read` gave; raises ``ValueError`` where the parts are not those of its strategy."""
+    path = Path(path)
     if len(header["layers"]) != len(cache.layers):
         raise ValueError(f"{path} has {len(header['layers'])} layers, the model {len(cache.layers)}")
     cache.read = list(header["read"])
@@ -129,7 +129,6 @@ def resume(model: nn.Module, path: str | os.PathLike[str], strategy: Strategy | 
             cache.place.release(number)
             cache.settle_bytes(layer)
     cache.high_water = max(cache.high_water, header["high_water"])
-    return cache
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

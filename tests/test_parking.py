@@ -181,7 +181,7 @@ def test_threads_take_turns(model):
                     got = forward(model, texts[number][:, start : start + 20], cache)
                 if not torch.equal(got, want[number][:, start : start + 20]):
                     wrong.append((number, start))
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             wrong.append(error)
 
     threads = [threading.Thread(target=talk, args=(n,)) for n in range(3)]

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvlab.buffer import Buffer
-from kvlab.cache import KVCache, Layer, ropes
+from kvlab.cache import KVCache, ropes
 from kvlab.lab import Lab, Progress
+from kvlab.layer import Layer
 from kvlab.rope import Rope
 from kvlab.store.base import Around, LayerShape, Store, StoreState
 from kvlab.store.coded import CodedState

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kvlab.attention import Watch
-from kvlab.cache import KVCache, Layer
+from kvlab.cache import KVCache
+from kvlab.layer import Layer
 
 BINS = 256  # the side of a picture, at most
 Array = np.ndarray

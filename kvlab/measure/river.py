@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlab.cache import KVCache, Layer
+from kvlab.cache import KVCache
 from kvlab.lab import Lab, Progress
+from kvlab.layer import Layer
 from kvlab.measure.quality import read
 from kvlab.strategy import Strategy
 
