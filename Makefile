@@ -70,9 +70,11 @@ endif
 notebooks: $(VENV)/.test
 	$(PY) tools/notebooks.py notebooks
 
-## make gpu        check and time the Triton kernels on this machine's GPU
+## make gpu        check and time the Triton kernels and offloading on this machine's GPU
+OUT ?= gpu
 gpu: $(VENV)/.test
-	$(PY) kernels/gpu.py
+	$(PY) kernels/gpu.py --out $(OUT)-kernels.json
+	$(PY) -m kvlab.measure.place_studies $(OUT)-offload.json
 
 ## make nightly    the tests that are too long for every run
 nightly: $(VENV)/.test $(VENV)/transformers-$(OLDEST)

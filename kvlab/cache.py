@@ -80,6 +80,10 @@ class KVCache(Cache):
         self.high_water = 0
         self._held = 0
 
+    def __repr__(self) -> str:
+        where = f", parked in {str(self.parked)!r}" if self.parked is not None else ""
+        return f"KVCache({self.strategy}: {self.get_seq_length():,} tokens read, {self.memory().allocated:,} bytes{where})"
+
     def check_step(self, layer: Layer, keys: Tensor) -> None:
         """Refuse new keys that do not follow from what the cache holds.
 
@@ -166,7 +170,7 @@ class KVCache(Cache):
 
     def timeline(self) -> Timeline:
         """From now on, what the place moves and when (:class:`kvlab.timeline.Timeline`); a new one at every call. ``place.record(None)`` ends it."""
-        made = Timeline()
+        made = Timeline(gpu=self.device.type == "cuda")
         self.place.record(made)
         return made
 

@@ -49,6 +49,10 @@ class Lab:
     tokenizer: Any
     _warm: bool = field(default=False, repr=False)
 
+    def __repr__(self) -> str:
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return f"Lab({self.name!r}, {len(self.geometry.layers)} layers, {dtype} on {self.device})"
+
     @property
     def geometry(self) -> Geometry:
         return Geometry.from_config(self.model.config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,40 +31,56 @@ class Span:
         return self.stop - self.start
 
 
-class Timeline:
-    """What ``KVCache.timeline()`` records, until ``stop()``. Spans of a GPU are read from its events, when they are asked for."""
+Mark = float | torch.cuda.Event  # a moment: time.perf_counter(), or when a GPU comes to it
 
-    def __init__(self) -> None:
-        self.step = 0
-        self.on = True
+
+class Timeline:
+    """What ``KVCache.timeline()`` records, until ``stop()``. With ``gpu`` moments are those of the current GPU stream."""
+
+    def __init__(self, gpu: bool = False) -> None:
+        self.step, self.on, self.gpu = 0, True, gpu
         self._zero = time.perf_counter()
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        self._later: list[Callable[[], Span]] = []
+        self._later: list[tuple[Span, torch.cuda.Event, torch.cuda.Event]] = []
         self._last_layer = -1
-        self._computing: tuple[int, int, float] | None = None
+        self._computing: tuple[int, int, Mark] | None = None
         self._event: torch.cuda.Event | None = None
-        self._offset = 0.0
+        if gpu:
+            torch.cuda.synchronize()
+            self._event = self._stamp()
+            torch.cuda.synchronize()
+            self._zero = time.perf_counter()  # both clocks begin here, within what one synchronization takes
 
     def stop(self) -> None:
         """Record nothing more."""
         self.on = False
 
-    def note(self, kind: str, layer: int, start: float, stop: float, bytes: int = 0, step: int | None = None) -> None:
-        """Add a span, from any thread; ``start`` and ``stop`` by ``time.perf_counter()``."""
-        if self.on:
-            span = Span(kind, layer, self.step if step is None else step, start - self._zero, stop - self._zero, bytes)
-            with self._lock:
-                self._spans.append(span)
+    def mark(self) -> Mark:
+        """Now: on the current stream of a GPU, when it comes to it."""
+        return self._stamp() if self.gpu else time.perf_counter()
 
-    def later(self, span: Callable[[], Span]) -> None:
-        """Add a span whose times are known once a GPU is done."""
-        if self.on:
-            self._later.append(span)
+    @staticmethod
+    def _stamp() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-    def turn(self, layer: int) -> None:
+    def note(self, kind: str, layer: int, start: Mark, stop: Mark, bytes: int = 0, step: int | None = None) -> None:
+        """Add a span, from any thread."""
+        if not self.on:
+            return
+        span = Span(kind, layer, self.step if step is None else step, 0.0, 0.0, bytes)
+        with self._lock:
+            if isinstance(start, float) and isinstance(stop, float):
+                self._spans.append(dataclasses.replace(span, start=start - self._zero, stop=stop - self._zero))
+            else:
+                assert not isinstance(start, float) and not isinstance(stop, float)
+                self._later.append((span, start, stop))
+
+    def turn(self, layer: int) -> Mark:
         """A layer's turn begins: what went before was the last one's computing; a layer that is not after the last one begins a step."""
-        now = time.perf_counter()
+        now = self.mark()
         if self._computing is not None:
             last, step, since = self._computing
             self.note("compute", last, since, now, step=step)
@@ -73,10 +88,13 @@ class Timeline:
         if layer <= self._last_layer:
             self.step += 1
         self._last_layer = layer
+        return now
 
-    def ready(self, layer: int) -> None:
+    def ready(self, layer: int) -> Mark:
         """A layer's bytes are there, and it computes."""
-        self._computing = (layer, self.step, time.perf_counter())
+        now = self.mark()
+        self._computing = (layer, self.step, now)
+        return now
 
     def rest(self) -> None:
         """The step is over: what comes until the next turn is nobody's computing."""
@@ -89,23 +107,16 @@ class Timeline:
         """Whose turn it is; -1 before the first."""
         return self._last_layer
 
-    def gpu_zero(self) -> torch.cuda.Event:
-        """An event of the current GPU at the time of the recording's zero, within the time that one synchronization takes."""
-        if self._event is None:
-            torch.cuda.synchronize()
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-            torch.cuda.synchronize()
-            self._offset = time.perf_counter() - self._zero
-        return self._event
-
     @property
     def spans(self) -> list[Span]:
         """All that was recorded, by start."""
         with self._lock:
-            while self._later:
-                span = self._later.pop()()
-                self._spans.append(dataclasses.replace(span, start=span.start + self._offset, stop=span.stop + self._offset))
+            for span, start, stop in self._later:
+                assert self._event is not None
+                stop.synchronize()
+                begin, end = (self._event.elapsed_time(mark) / 1e3 for mark in (start, stop))
+                self._spans.append(dataclasses.replace(span, start=begin, stop=end))
+            self._later.clear()
             return sorted(self._spans, key=lambda span: span.start)
 
     def steps(self, first: int = 0, last: int | None = None) -> Timeline:

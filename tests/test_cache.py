@@ -327,3 +327,12 @@ def test_a_model_that_touches_its_keys_is_refused():
     for touch in (lambda: handle.shape, lambda: torch.cat([handle, handle]), lambda: handle[..., :3]):
         with pytest.raises(UnsupportedModel, match="DynamicCache"):
             touch()
+
+
+def test_a_cache_and_a_lab_are_one_line(llama, ids):
+    from kvlab.lab import Lab
+
+    cache = KVCache(llama, Strategy(store=store.Int(group_size=8)))
+    feed(llama, cache, ids, [40])
+    assert repr(cache) == f"KVCache(Int(group_size=8): 40 tokens read, {cache.memory().allocated:,} bytes)"
+    assert repr(Lab("tiny", llama, None)) == f"Lab('tiny', 3 layers, float32 on {llama.device})"

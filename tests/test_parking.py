@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -45,22 +43,6 @@ def test_a_parked_conversation_goes_on(model, tmp_path, strategy):
     assert torch.equal(feed(model, back, ids[:, 40:], list(range(1, 21))), want[:, 40:])
     cache.reset()
     assert torch.equal(feed(model, cache, ids[:, :40], [40]), want[:, :40])
-
-
-def test_in_another_process(model, tmp_path):
-    ids, strategy = text(0), Strategy(store=store.Int(bits=4, group_size=8), place=place.Offload())
-    want, _ = ours(model, strategy, ids, [40, 60])
-    cache = KVCache(model, strategy)
-    feed(model, cache, ids[:, :40], [40])
-    path = cache.park(tmp_path / "one.kvcache")
-    code = (
-        "import torch\nfrom kvlab import resume\nfrom kvlab.cache import forward\nfrom tests.conftest import make_llama\n"
-        "from tests.test_parking import text\n"
-        f"torch.set_num_threads({torch.get_num_threads()})\nmodel = make_llama()\n"
-        f"torch.save(forward(model, text(0)[:, 40:], resume(model, {str(path)!r})), {str(tmp_path / 'out')!r})\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    assert torch.equal(torch.load(tmp_path / "out", weights_only=True), want[:, 40:])
 
 
 def test_many_conversations_under_a_limit(model):

@@ -68,10 +68,12 @@ def test_who_spoke_is_known_afterwards(ids, tmp_path):
 
 def test_another_process_takes_it_up(ids, tmp_path):
     model = make_llama()
-    cache = KVCache(model, Strategy(keep=keep.HeavyHitter(budget=24, recent=8), store=store.Int(bits=4, group_size=8)))
-    forward(model, ids[:, :34], cache)
-    save(cache, tmp_path / "away.safetensors")
-    save_file({"want": forward(model, ids[:, 34:], cache), "ids": ids}, tmp_path / "want.safetensors")
+    how = Strategy(keep=keep.HeavyHitter(budget=24, recent=8), store=store.Int(bits=4, group_size=8), place=place.Offload())
+    cache, other = KVCache(model, how), KVCache(model, how)
+    for one in (cache, other):
+        forward(model, ids[:, :34], one)
+    cache.park(tmp_path / "away.safetensors")
+    save_file({"want": forward(model, ids[:, 34:], other), "ids": ids}, tmp_path / "want.safetensors")
     code = f"""
 import torch
 from safetensors.torch import load_file

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import decode, launch, quantize
+from . import decode, launch, quantize, scored
 from .layout import Codes
 from .reference import destination
 
@@ -173,6 +173,7 @@ def jobs(arch: int) -> Iterator[Job]:
     """Every kernel in the variants that matter."""
     yield from decode_jobs(arch)
     yield from quantize_jobs()
+    yield from scored_jobs()
 
 
 def decode_jobs(arch: int) -> Iterator[Job]:
@@ -233,6 +234,25 @@ def quantize_jobs() -> Iterator[Job]:
             for axis, size in (("channel", 64), ("token", 64), ("token", 32)):
                 kernel, _, args, constants, options = quantize.plan(x, destination(x, bits, axis, size, torch.float16, None))
                 yield Job(f"quantize_{axis}", f"{_TYPES[dtype]} int{bits} g{size}", kernel, args, constants, options, False)
+
+
+def scored_jobs() -> Iterator[Job]:
+    """Evidence while a prompt is read: Llama-3.1-8B's heads, a window and a soft cap, other head dims."""
+    for dtype, dim, group, options in (
+        (torch.bfloat16, 128, 4, {}),
+        (torch.float16, 128, 4, {}),
+        (torch.bfloat16, 128, 4, {"window": 4096, "softcap": 50.0}),
+        (torch.bfloat16, 64, 3, {}),
+        (torch.bfloat16, 80, 8, {}),
+        (torch.bfloat16, 256, 2, {}),
+        (torch.float32, 128, 4, {}),
+        (torch.float32, 256, 4, {}),
+    ):
+        q, k, v = (meta(2, heads, 8192, dim, dtype=dtype) for heads in (8 * group, 8, 8))
+        work = scored.plan(q, k, v, 0.1, **options)
+        name = f"{_TYPES[dtype]} d{dim}" + (" window softcap" if options else "")
+        for kernel, _, args in work.launches:
+            yield Job(kernel.__name__, name, kernel, args, work.constants, work.options, False)
 
 
 def pretend(arch: int) -> torch.device:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvlab.buffer import Buffer, gather
 from kvlab.place.tier import Tier
-from kvlab.timeline import Span, Timeline
+from kvlab.timeline import Mark
 
 
 @dataclass(frozen=True)
@@ -50,23 +50,22 @@ class HostTier(Tier):
         here = first - buffer.first - buffer.away if buffer.away else first
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.inference_mode(False), torch.cuda.stream(self._stream):
-            start = self._stamp()
+            start = self._mark()
             rows = data[:, :, here : here + stop - first]
             host[:, :, first:stop].copy_(rows, non_blocking=True)
             data.record_stream(self._stream)
-            self._note("write", layer, start, self._stamp(), rows.nbytes)
+            self._note("write", layer, start, rows.nbytes)
 
     def start(self, buffer: Buffer, layer: int) -> Ticket:
         host, near = self._held[buffer], buffer.data
         assert near is not None
         first, stop = buffer.first, buffer.first + buffer.away
         with torch.inference_mode(False), torch.cuda.stream(self._stream):
-            start = self._stamp()
+            start = self._mark()
             data = torch.empty(self.room(buffer), dtype=near.dtype, device=self.device)
             data[:, :, first:stop].copy_(host[:, :, first:stop], non_blocking=True)
-            end = self._stamp()
-            self._note("fetch", layer, start, end, buffer.away * buffer.row_bytes)
-            return Ticket(data, self._stream.record_event() if end is None else end)
+            self._note("fetch", layer, start, buffer.away * buffer.row_bytes)
+            return Ticket(data, self._stream.record_event())
 
     def finish(self, ticket: Ticket) -> Tensor:
         current = torch.cuda.current_stream(self.device)
@@ -77,12 +76,13 @@ class HostTier(Tier):
     def take(self, buffer: Buffer, index: Tensor) -> Tensor:
         self._stream.synchronize()  # rows may still be on their way out
         host = self._held[buffer]
-        start = self._stamp()
+        start = self._mark()
         rows = gather(host, index.clamp(min=0).cpu())
         with torch.inference_mode(False):
             out = rows.to(self.device)
         layer = -1 if self.timeline is None else self.timeline.layer
-        self._note("fetch", layer, start, self._stamp(), rows.nbytes)
+        self._note("fetch", layer, start, rows.nbytes)
+        self._note("stall", layer, start, 0)
         return out
 
     def bytes(self, buffer: Buffer) -> int:
@@ -93,25 +93,9 @@ class HostTier(Tier):
         self._stream.synchronize()
         self._held.clear()
 
-    def _stamp(self) -> torch.cuda.Event | None:
-        if self.timeline is None:
-            return None
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def _mark(self) -> Mark | None:
+        return None if self.timeline is None else self.timeline.mark()
 
-    def _note(self, kind: str, layer: int, start: torch.cuda.Event | None, stop: torch.cuda.Event | None, count: int) -> None:
-        timeline = self.timeline
-        if timeline is not None and start is not None and stop is not None:
-            timeline.later(_span(timeline, kind, layer, start, stop, count))
-
-
-def _span(timeline: Timeline, kind: str, layer: int, start: torch.cuda.Event, stop: torch.cuda.Event, count: int):  # type: ignore[no-untyped-def]
-    step, zero = timeline.step, timeline.gpu_zero()
-
-    def span() -> Span:
-        stop.synchronize()
-        begin, end = (zero.elapsed_time(event) / 1e3 for event in (start, stop))
-        return Span(kind, layer, step, begin, end, count)
-
-    return span
+    def _note(self, kind: str, layer: int, start: Mark | None, count: int) -> None:
+        if self.timeline is not None and start is not None:
+            self.timeline.note(kind, layer, start, self.timeline.mark(), count)

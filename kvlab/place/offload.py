@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,25 +93,21 @@ class OffloadState(PlaceState):
 
     def fetch(self, layer: int, whole: bool = True) -> None:
         line, item = self.timeline, self.layers[layer]
-        if line is not None:
-            line.turn(layer)
+        began = None if line is None else line.turn(layer)
+        waited = False
         if layer not in self.hot:
             away = [buffer for buffer in item.moving() if buffer.away]
             if whole or any(buffer in self._coming for buffer in away):
-                began = time.perf_counter()
+                waited = bool(away)
                 for buffer in away:
                     self._start(buffer, layer)
                 for buffer in away:
                     buffer.arrive(self.tier.finish(self._coming.pop(buffer)))
-                if line is not None and away:
-                    self._stalled(layer, began)
+        if line is not None and began is not None:
+            there = line.ready(layer)
+            if waited:
+                line.note("stall", layer, began, there)
         self._ahead(layer, whole)
-        if line is not None:
-            line.ready(layer)
-
-    def _stalled(self, layer: int, began: float) -> None:
-        assert self.timeline is not None
-        self.timeline.note("stall", layer, began, time.perf_counter())
 
     def _start(self, buffer: Buffer, layer: int) -> None:
         if buffer not in self._coming:

@@ -4,6 +4,7 @@
 line of text.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ def step(line: "Timeline | None", number: int = 1, *, title: str = "One decode s
     """What each layer did in step `number`: its bytes on their way (green), its computing (grey), its waiting (vermilion), over milliseconds."""
     fig = style.layout(go.Figure(), title, "ms since the step began", "layer", height=560)
     for name, hue, _ in LANES.values():
-        fig.add_trace(go.Bar(name=name, orientation="h", marker={"color": hue, "line": {"width": 0}}, width=0.36))
+        fig.add_trace(go.Bar(name=name, orientation="h", marker={"color": hue, "line": {"width": 0}}, width=0.42))
     fig.update_layout(barmode="overlay", hovermode="closest", bargap=0)
     fig.update_yaxes(autorange="reversed", rangemode="normal", showgrid=False)
     return fig if line is None else update_step(fig, line, number)
@@ -59,7 +60,7 @@ def update_step(fig: go.Figure, line: "Timeline", number: int = 1, *, title: str
 
 
 def step_summary(made: "Moved", resident: float) -> str:
-    """`A step takes 151 ms, 112 ms with all bytes here: it waits 36 ms for 47.2 MB. Prefetch hides 62% of the fetching; 88% could be hidden.`
+    """`A step takes 151 ms, 112 ms with all bytes here: it computes 115 ms and waits 36 ms for 47.2 MB. 62% of the fetching passes ...`
 
     resident: median seconds of a step of the same cache that stays on the device.
     """
@@ -67,7 +68,7 @@ def step_summary(made: "Moved", resident: float) -> str:
     words = f"A step takes {_ms(made.step)}, {_ms(resident)} with all bytes here"
     if not made.bytes:
         return f"{words}. Nothing is fetched."
-    words += f": it waits {_ms(line.seconds('stall') / steps)} for {_size(made.bytes)}"
+    words += f": it computes {_ms(line.seconds('compute') / steps)} and waits {_ms(line.seconds('stall') / steps)} for {_size(made.bytes)}"
     if made.strategy.keep.looks:
         return f"{words}. Which pages a query needs is known only when it is there, so nothing is fetched ahead."
     return (
@@ -82,9 +83,7 @@ def step_summary(made: "Moved", resident: float) -> str:
 def held(made: "Moved | None", full: int = 0, *, title: str = "Bytes on the device") -> go.Figure:
     """Bars: the whole cache, what of it is on the device between two steps, the most there ever was in a step, and `full`, bytes of the full cache."""
     fig = style.layout(go.Figure(), title, "MB", "", height=230)
-    fig.add_trace(
-        go.Bar(name="bytes", orientation="h", texttemplate="%{x:.3~s} MB", textposition="outside", cliponaxis=False, width=0.6)
-    )
+    fig.add_trace(go.Bar(name="bytes", orientation="h", textposition="outside", cliponaxis=False, width=0.6, showlegend=False))
     fig.update_layout(showlegend=False, hovermode="closest")
     fig.update_yaxes(autorange="reversed", showgrid=False, rangemode="normal")
     return fig if made is None else update_held(fig, made, full)
@@ -98,11 +97,13 @@ def update_held(fig: go.Figure, made: "Moved", full: int, *, title: str | None =
         "bytes": {
             "y": names,
             "x": [size / 1e6 for size in sizes],
+            "text": [_size(size) for size in sizes],
             "marker": {"color": [style.FULL, style.STORE, style.PLACE, style.PLACE]},
             "hovertemplate": "%{y}: %{x:.2f} MB<extra></extra>",
         }
     }
-    return style.apply(fig, bars, {} if title is None else {"title.text": title})
+    changes: dict[str, Any] = {"xaxis.range": [0, 1.3 * max(sizes) / 1e6]}  # room for the numbers beside the bars
+    return style.apply(fig, bars, changes if title is None else changes | {"title.text": title})
 
 
 def held_summary(made: "Moved") -> str:
@@ -164,7 +165,9 @@ def update_links(
     }
     for values in bars.values():
         values["hovertemplate"] = "%{y}: %{x:.3~r} ms"
-    return style.apply(fig, bars, {} if title is None else {"title.text": title})
+    times = [x for values in bars.values() for x in values["x"] if x > 0]
+    changes: dict[str, Any] = {"xaxis.range": [math.log10(min(times) / 2), math.log10(max(times) * 4)]} if times else {}
+    return style.apply(fig, bars, changes if title is None else changes | {"title.text": title})
 
 
 def links_summary(count: int, predicted: Mapping[str, float], measured: float, emulated: float = 0.0) -> str:
@@ -199,7 +202,7 @@ def hiding_summary(rows: Sequence[Mapping[str, Any]]) -> str:
     """`disk, 1 ahead: waits 30 ms of 151; 62% of the fetching hidden, 70% of what could be.`, a line for each run."""
     return "\n".join(
         f"{row['name']}: waits {1e3 * row['stall']:.0f} ms of {1e3 * row['step']:.0f}; {100 * row['hidden']:.0f}% of the fetching hidden"
-        + (f", {100 * row['hidden'] / row['hideable']:.0f}% of what could be" if row["hideable"] else "")
+        + (f", {100 * row['hidden'] / row['hideable']:.0f}% of what could be." if row["hideable"] else ".")
         for row in rows
     )
 

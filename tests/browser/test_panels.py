@@ -1,4 +1,4 @@
-"""The panels of notebooks 03 and 06 and the token river in JupyterLab, in a real browser: they can be read, in the dark and in a narrow window, too, and moved by keyboard."""
+"""The panels of notebooks 03, 06 and 07 and the token river in JupyterLab, in a real browser: they can be read, in the dark and in a narrow window, too, and moved by keyboard."""
 
 import re
 from typing import Any
@@ -18,9 +18,13 @@ CARDS = {
         "bits a number",
     ),
     "06_low_rank_and_merging": ("what the first directions keep", "rank needed by layer", "what is lost"),
+    "07_offloading": ("one decode step", "bytes on the device", "the same bytes over other links"),
     "river": ("token river", "attention on what is gone", "what each head still sees", "which layers hold alike"),
 }
-MOVES = {"river": ("token", r"Token \d+ “")}  # the slider that is moved, and what the first card then says
+MOVES = {
+    "river": ("token", r"Token \d+ “"),
+    "07_offloading": ("tokens", "A step takes"),
+}  # the slider that is moved, and what the first card then says
 
 
 def opened(open_notebook: Opened, name: str) -> Any:

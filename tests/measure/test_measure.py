@@ -273,12 +273,12 @@ def test_the_real_model_by_the_reference_protocol():
     from kvlab.texts import reference_text
 
     lab = kvlab.load("smollm2-135m", progress=False)
-    against = control(lab, lab.encode(reference_text()[:3000])[:, :384], prefill=256)
+    against = control(lab, lab.encode(reference_text()[:3000])[:, :320], prefill=224)
     _nothing_is_lost_on_a_real_model(lab, against)
     exact = quality(lab, Strategy(store=store.Int(bits=8)), against)
     assert abs(exact.perplexity_change) < 0.002 and exact.agreement >= 0.985
     broken = quality(lab, Strategy(keep=keep.Window(size=64, sinks=0)), against)
     rescued = quality(lab, Strategy(keep=keep.Window(size=64, sinks=4)), against)
     assert broken.perplexity_change > 1.0 > rescued.perplexity_change
-    assert needle(lab, tokens=256).found
-    assert not needle(lab, Strategy(keep=keep.Window(size=48)), tokens=256, depth=0.3).found
+    assert needle(lab, tokens=160).found
+    assert not needle(lab, Strategy(keep=keep.Window(size=48)), tokens=160, depth=0.3).found

@@ -61,7 +61,10 @@ def some(rows: int, tokens: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("parts", "where", "steps"),
-    [*((parts, {}, 200) for parts in STRATEGIES), *((STRATEGIES[n], where, 40) for where in PLACES[1:] for n in (0, 3, 4))],
+    [
+        *((STRATEGIES[0], where, 200) for where in PLACES),
+        *((parts, where, 45) for where in PLACES[::2] for parts in STRATEGIES[1:]),
+    ],
     ids=lambda x: "+".join(f"{k}={v}" for k, v in x.items()) or "plain" if isinstance(x, dict) else str(x),
 )
 def test_offload_is_bit_exact_over_many_steps(llama, device, parts, where, steps, jitter):
