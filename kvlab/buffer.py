@@ -98,10 +98,10 @@ class Buffer:
         return self.data[:, :, : self.rows]
 
     def take(self, index: Tensor) -> Tensor:
-        """Single rows, int64 ``[B, H, m]`` -> ``[B, H, m, ...]``, a copy; of those that are away only these are read."""
+        """Single rows, int64 ``[B, H, m]`` -> ``[B, H, m, ...]``, a copy; of those that are away only these are read. -1: none, and anything stands there."""
         assert self.data is not None, f"the {self.part} buffer is empty"
         if not self.away:
-            return gather(self.data, index)
+            return gather(self.data, index.clamp(min=0))
         far = (index >= self.first) & (index < self.first + self.away)
         out = self._home().take(self, index.masked_fill(~far, -1))
         for near, begin in ((self.head, 0), (self.data, self.first + self.away)):

@@ -129,6 +129,23 @@ class CodedState(StoreState):
         first = len(self.first[1])
         return self.values.rows(start - first, stop - first) if rows is None else rows.float()
 
+    def rows_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        return self._take(0, index), self._take(1, index)
+
+    def _take(self, which: int, index: Tensor) -> Tensor:
+        """Single rows of keys (0) or values (1), from wherever each lies."""
+        out, begin = None, 0
+        parts: tuple[Buffer | Side, ...] = (self.first[which], self.sides[which], self.tail[which])
+        for part in parts:
+            count = len(part)
+            if count:
+                mine = (index >= begin) & (index < begin + count)
+                rows = part.take((index - begin).masked_fill(~mine, -1)).float()
+                out = rows if out is None else torch.where(mine[..., None], rows, out)
+            begin += count
+        assert out is not None
+        return out
+
     @property
     def plain_from(self) -> int:
         return max(len(first) + len(side) for first, side in zip(self.first, self.sides, strict=True))

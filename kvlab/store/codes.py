@@ -161,6 +161,19 @@ class QuantizedSide(Side):
         begin = self._begin(start)
         return dequantize(self.layout(begin, stop))[:, :, start - begin :]
 
+    def take(self, index: Tensor) -> Tensor:
+        rows = index
+        if self.axis != "token":
+            rows = self.table.take(index).long() if len(self.table) else index // self.group_size  # -1 stays below 0
+        numbers = [buffer.take(rows) for buffer in (self.scale, self.zero) if len(buffer)]
+        codes = self.codes.take(index)
+        if self.axis == "tensor":
+            numbers = [x.expand(*x.shape[:3], codes.shape[3] * 8 // self.coding.bits) for x in numbers]
+        # each row with its own scales: groups of one token, or of channels
+        axis, size = ("token", self.group_size) if self.axis == "token" else ("channel", 1)
+        zero = numbers[1] if self.coding.zeros else None
+        return dequantize(Codes(codes, numbers[0], zero, self.coding.bits, axis, size, None, self.coding.format))
+
     def lies(self, start: int, stop: int) -> tuple[Codes, int]:
         begin = self._begin(start)
         return self.layout(begin, stop), begin

@@ -163,6 +163,9 @@ class LowRankSide(Side):
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self.inner.rows(start, stop) @ self.basis.view().mT + self.mean.view()
 
+    def take(self, index: Tensor) -> Tensor:
+        return self.inner.take(index) @ self.basis.view().mT + self.mean.view()
+
     def layout(self) -> None:
         return None  # no kernel reads coefficients yet
 

@@ -81,6 +81,13 @@ class PreRopeState(Around):
     def key_rows(self, start: int, stop: int) -> Tensor:
         return self._turn(self.inner.key_rows(start, stop), start)
 
+    def rows_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.inner.rows_at(index)
+        rope = self.shape.rope
+        assert rope is not None
+        columns = self.columns.take(index).long() if len(self.columns) else index
+        return rope.turn(keys, columns), values
+
     def score(self, query: Tensor, start: int, stop: int) -> Tensor:
         found = self._compiled(query.shape[2], start, stop)
         if found is None or not cpu.serves(query, found[0]):

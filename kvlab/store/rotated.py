@@ -210,6 +210,12 @@ class RotatedState(Around):
     def value_rows(self, start: int, stop: int) -> Tensor:
         return self.read(1, self.inner.value_rows(start, stop))
 
+    def rows_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        if self.settings.heads > 1:
+            return super().rows_at(index)
+        keys, values = self.inner.rows_at(index)
+        return self.read(0, keys), self.read(1, values)
+
     def keys_at(self, start: int, stop: int) -> tuple[Tensor | Codes, int] | None:
         as_they_are = self.turns[0] is None and self.settings.heads == 1
         return self.inner.keys_at(start, stop) if as_they_are else None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvlab.buffer import Buffer
+from kvlab.buffer import Buffer, gather
 from kvlab_kernels.layout import Codes
 
 
@@ -43,6 +43,10 @@ class Side(ABC):
     @abstractmethod
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows ``start:stop``, float32 ``[B, H, stop - start, D]``."""
+
+    def take(self, index: Tensor) -> Tensor:
+        """Single rows, int64 ``[B, H, m]`` (-1: none, and anything stands there) -> float32 ``[B, H, m, D]``."""
+        return gather(self.rows(), index.clamp(min=0))
 
     def lies(self, start: int, stop: int) -> tuple[Tensor | Codes, int] | None:
         """Rows ``start:stop`` as they lie and the row where they begin, or None; see ``StoreState.keys_at``."""
@@ -93,6 +97,9 @@ class PlainSide(Side):
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
         return self.data.view()[:, :, start:stop].float()
+
+    def take(self, index: Tensor) -> Tensor:
+        return self.data.take(index).float()
 
     def layout(self) -> Tensor:
         return self.data.view()

@@ -140,6 +140,18 @@ def test_only_chosen_pages_come_back(llama, device):
     )
 
 
+def test_codes_of_chosen_pages_travel_as_codes(llama, device):
+    """Each head's own pages: 8-bit keys and values a quarter of float32's bytes, and their scales."""
+    method = store.Int(bits=8, group_size=16, key_axis="token", scales="float32")
+    strategy = Strategy(keep=keep.Quest(budget=64, page=16, dense=0), store=method, place=place.Offload(to="disk"))
+    cache = KVCache(llama, strategy)
+    feed(llama, cache, some(1, 256), [256])
+    line = cache.timeline()
+    forward(llama, some(1, 1), cache)
+    pages, numbers = 2 * 3 * 2 * 4, 16 * 16  # keys and values, layers, heads, pages; tokens and channels of a page
+    assert line.bytes("fetch") == pages * (numbers + 16 * (4 + 4))  # codes; a scale and a zero a token
+
+
 def test_cpu_to_cpu_is_refused(llama, device):
     if device.type != "cpu":
         pytest.skip("the model is on a GPU")

@@ -13,7 +13,7 @@ from kvlab.geometry import Geometry
 from kvlab.keep.base import Room
 from kvlab.measure import predict
 from kvlab.rope import Rope
-from kvlab.store.base import LayerShape
+from kvlab.store.base import LayerShape, StoreState
 from kvlab.store.rotated import rotation
 from kvlab.strategy import methods
 from tests.conftest import make_llama
@@ -299,3 +299,33 @@ def test_eviction_takes_the_same_rows_from_what_is_stored(method):
             keys, values, columns = layer.dense()
             assert keys.shape[2] == limit == columns.shape[2] and (columns.diff(dim=2) > 0).all()
             assert keys.isfinite().all() and values.isfinite().all()
+
+
+SINGLE = [
+    store.Dense(),
+    store.Int(group_size=8),
+    store.Int(bits=3, group_size=8, key_axis="token", sinks_exact=4, residual=12),
+    store.Int(bits=2, group_size=16, key_axis="tensor"),
+    store.KIVI(group_size=8, residual=16),
+    store.Fp8(),
+    store.Rotated(store.Int(bits=4, group_size=8, key_axis="token")),
+    store.Rotated(store.Int(bits=4, group_size=8, key_axis="token"), heads=2),
+    store.PreRope(store.Int(bits=4, group_size=8)),
+    store.LowRank(rank=8, first=16, bits=4, group_size=8),
+]
+
+
+@pytest.mark.parametrize("method", SINGLE, ids=str)
+@pytest.mark.parametrize("answer", [keep.Everything(), keep.HeavyHitter(budget=60, recent=8)], ids=str)
+def test_single_rows_are_those_of_whole_blocks(llama, method, answer):
+    """Wherever a row lies: plain first tokens, codes, the tail; after eviction by each row's own scales."""
+    if not answer.needs <= {"attention", *method.offers} and "evict" not in method.offers:
+        pytest.skip("this store cannot evict")
+    ids = torch.randint(3, 97, (2, 150), generator=torch.Generator().manual_seed(0))
+    cache = KVCache(llama, Strategy(store=method, keep=answer))
+    for start, stop in ((0, 100), (100, 120), (120, 150)):
+        forward(llama, ids[:, start:stop], cache)
+    state = cache.layers[1].store
+    index = torch.randint(0, len(state), (2, 2, 40), generator=torch.Generator().manual_seed(1))
+    for got, want in zip(state.rows_at(index), StoreState.rows_at(state, index), strict=True):
+        assert torch.equal(got, want)
