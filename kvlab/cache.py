@@ -8,6 +8,7 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from kvlab import attention, rope, saving
 from kvlab.errors import UnsupportedModel
+from kvlab.geometry import Geometry
 from kvlab.history import History
 from kvlab.keep.base import ROLES, Visible
 from kvlab.layer import Layer
 from kvlab.memory import Memory, Part
+from kvlab.place.tier import NotWritten
+from kvlab.store.base import LayerShape
 from kvlab.strategy import Strategy
 from kvlab.timeline import Timeline
 
@@ -55,6 +59,7 @@ class KVCache(Cache):
         self.read: list[int] = []  # ids that lab.generate fed, to notice an old prompt
         self.recorded: History | None = None
         self.parked: Path | None = None  # the file it waits in
+        self.unwritten: NotWritten | None = None  # why a layer is still here that should be away
         self.unsure: int | None = None  # the layer that is being written down; stays so if that fails
         self.spans: list[tuple[int, str]] = []  # where each message begins, and who speaks
         self._spoken_for = 0  # columns up to here are some message's
@@ -75,10 +80,21 @@ class KVCache(Cache):
                 f"{self.strategy.keep} moves tokens nearer by turning queries, but {self._owner} does not turn its keys by position (RoPE): "
                 "use positions='true'"
             )
+        self._check_fit(model)
         self.sharing = sum(not isinstance(layer.keep, Visible) for layer in self.layers) or len(self.layers)
         self.place = self.strategy.place.state(self.layers, self.device)
         self.high_water = 0
         self._held = 0
+
+    def _check_fit(self, model: nn.Module) -> None:
+        """Let the store see each kind of layer that the configuration tells of: what does not fit is known before any token is read."""
+        config: Any = model.config
+        try:
+            shapes = Geometry.from_config(config).layers
+        except ValueError:  # the first keys will tell
+            return
+        for layer in {(s.kv_heads, s.key_dim, s.value_dim) for s in shapes if s.kv_heads}:
+            self.strategy.store.state(LayerShape(0, len(self.layers), 1, *layer, torch.float32, self.device))
 
     def __repr__(self) -> str:
         where = f", parked in {str(self.parked)!r}" if self.parked is not None else ""
@@ -91,13 +107,10 @@ class KVCache(Cache):
         GPU it would cost a wait a layer).
         """
         total = layer.seen + keys.shape[2]
-        if self.parked is not None:
-            raise RuntimeError(
-                f"this cache is parked in {str(self.parked)!r}: go on with kvlab.resume(model, path), or reset() it"
-            )
-        if self.unsure is not None:
-            raise RuntimeError(f"an earlier step failed while layer {self.unsure} was written down. reset() the cache.")
+        if self.parked is not None or self.unsure is not None:
+            self.check_whole()
         if not any(other.seen >= total for other in self.layers):  # the first layer of a step speaks for all
+            self._put_away_again()
             self.admit(total, layer)
         first = next((other for other in self.layers if other.is_initialized), layer)
         if first is not layer and total != first.seen:
@@ -141,17 +154,52 @@ class KVCache(Cache):
             )
 
     def reset(self) -> None:
-        """Forget everything; the cache can then be used like a new one."""
+        """Forget everything; the cache can then be used like a new one. What records its history or its timeline goes on."""
+        line = self.place.timeline
+        self._forget()
+        self.place = self.strategy.place.state(self.layers, self.device)
+        self.place.record(line)
+
+    def _forget(self) -> None:
         super().reset()
         self.place.close()
-        self.place = self.strategy.place.state(self.layers, self.device)
         self.high_water = self._held = 0
-        self.parked = self.unsure = None
+        self.parked = self.unsure = self.unwritten = None
         self.read, self.spans, self._spoken_for = [], [], 0
         if self.recorded is not None:
-            self.recorded = History(len(self.layers))
+            self.recorded.clear()
+
+    def check_whole(self) -> None:
+        """Raise ``RuntimeError`` if this cache is parked, or a step failed half-way: what it holds is then no text's."""
+        if self.parked is not None:
+            raise RuntimeError(
+                f"this cache is parked in {str(self.parked)!r}: go on with kvlab.resume(model, path), or reset() it"
+            )
+        if self.unsure is not None:
+            raise RuntimeError(f"an earlier step failed while layer {self.unsure} was written down. reset() the cache.")
+        seen = {layer.seen for layer in self.layers if layer.is_initialized}
+        if len(seen) > 1:
+            raise RuntimeError(f"the layers have seen {sorted(seen)} tokens: an earlier step failed half-way. reset() the cache.")
+
+    def put_away(self, number: int) -> None:
+        """A layer is done for this step. If it cannot be written it stays in memory, and the next step says so before it begins."""
+        try:
+            self.place.release(number)
+        except NotWritten as error:
+            self.unwritten = error
+
+    def _put_away_again(self) -> None:
+        if self.unwritten is not None:
+            self.unwritten = None
+            for layer in self.layers:
+                if layer.is_initialized:
+                    self.put_away(layer.number)
+            if self.unwritten is not None:
+                raise self.unwritten
 
     def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.layers:
+            layer.check_crop(tokens_to_remove)
         for layer in self.layers:
             layer.crop(tokens_to_remove)
         seen = self.get_seq_length()
@@ -212,10 +260,21 @@ class KVCache(Cache):
         Until then only ``reset()`` makes this object usable again. Raises ``OSError`` if the file cannot be written; then nothing is freed.
         """
         written = saving.save(self, path).absolute()
-        self.reset()
-        self.close()
+        self._forget()
         self.parked = written
         return written
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        """A cache of its own for the same model, that goes on from here: for several continuations of one prompt."""
+        copied = KVCache(self.model, self.strategy)
+        header, tensors = saving.collect(self)
+        saving.restore(copied, header, {name: tensor.clone() for name, tensor in tensors.items()}, "a copy")
+        return copied
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a KVCache is not pickled: write it with kvlab.save(cache, path) and read it with kvlab.resume(model, path)"
+        )
 
     @property
     def resident(self) -> int:
@@ -268,14 +327,15 @@ class KVCache(Cache):
 def resume(model: nn.Module, path: str | os.PathLike[str], strategy: Strategy | None = None) -> KVCache:
     """The cache that ``kvlab.save`` wrote, for the same model; the next step gives the logits it would have given.
 
-    Raises ``ValueError`` if the file is no saved cache or is damaged, was written by another version, for another model or, where ``strategy`` is
-    given, with another strategy; ``FileNotFoundError`` if it is not there.
+    ``strategy``: as it was, perhaps with another place (another machine has other folders). Raises ``ValueError`` if the file is no saved cache or is
+    damaged, was written by another version, for another model or, where ``strategy`` is given, with another keep, store or chunk;
+    ``FileNotFoundError`` if it is not there.
     """
     header, tensors = saving.read(model, path)
     saved = Strategy.from_dict(header["strategy"])
-    if strategy is not None and strategy != saved:
-        raise ValueError(f"{path} was written with {saved}, not with {strategy}")
-    cache = KVCache(model, saved)
+    if strategy is not None and strategy != replace(saved, place=strategy.place):
+        raise ValueError(f"{path} was written with {saved}, not with {strategy} (allowed: the same, but for its place)")
+    cache = KVCache(model, strategy or saved)
     saving.restore(cache, header, tensors, path)
     return cache
 

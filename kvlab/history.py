@@ -15,6 +15,12 @@ class History:
     """
 
     def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        layers = self._layers
         self._gone: list[Tensor | None] = [None] * layers
         self._worth: list[Tensor | None] = [None] * layers
         self._floor: list[Tensor | None] = [None] * layers

@@ -158,16 +158,8 @@ class Layer(CacheLayerMixin):
         that is cut through is written again; after :meth:`activate_past_recording` (assisted decoding does it) drafts leave no trace.
         Raises ``ValueError`` for a positive number, ``RuntimeError`` after eviction.
         """
-        if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}): how many of the newest tokens go, as 0 or a negative number (transformers' way since 5.0)"
-            )
+        self.check_crop(tokens_to_remove)
         drop = min(abs(tokens_to_remove), self.seen)
-        if drop and self.evicted and not (self.may_roll_back and drop <= len(self.store)):
-            raise RuntimeError(
-                f"crop({tokens_to_remove}) after eviction: the tokens that would be needed again are gone. Use keep.Everything() where "
-                "drafts are taken back (assisted decoding), or reset() the cache."
-            )
         if not self.is_initialized or not (drop or self.waits):
             return
         with self.at_hand():
@@ -182,6 +174,19 @@ class Layer(CacheLayerMixin):
                 self.store.padding = self.store.padding[:, : self.seen]
             if self.waits:
                 self._confirm()
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise what :meth:`crop` would raise; nothing is changed."""
+        if not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
+            raise ValueError(
+                f"crop({tokens_to_remove!r}): how many of the newest tokens go, as 0 or a negative number (transformers' way since 5.0)"
+            )
+        drop = min(abs(tokens_to_remove), self.seen)
+        if drop and self.evicted and not (self.may_roll_back and drop <= len(self.store)):
+            raise RuntimeError(
+                f"crop({tokens_to_remove}) after eviction: the tokens that would be needed again are gone. Use keep.Everything() where "
+                "drafts are taken back (assisted decoding), or reset() the cache."
+            )
 
     def batch(self, change: Callable[[Tensor], Tensor], rows: int) -> None:
         """Apply a change of the batch to everything that is kept."""
@@ -287,9 +292,9 @@ class Layer(CacheLayerMixin):
         """Judge the new tokens, write them down and let them go; ``begun`` and ``incoming``: bytes while attention was at work."""
         self.cache.unsure = self.number
         self._commit(self.fresh_evidence)
-        self.cache.unsure = None
         most = max(begun, self._here()) + incoming
-        self.cache.place.release(self.number)
+        self.cache.put_away(self.number)
+        self.cache.unsure = None
         self.cache.note(self, most)
 
     def abandon(self) -> None:
@@ -463,10 +468,22 @@ class _AtHand:
         self.layer = layer
 
     def __enter__(self) -> None:
-        self.layer.cache.place.fetch(self.layer.number)
+        place = self.layer.cache.place
+        line = place.timeline
+        place.record(None)  # it is no step
+        try:
+            place.fetch(self.layer.number)
+        finally:
+            place.record(line)
 
     def __exit__(self, *error: Any) -> None:
-        self.layer.cache.place.release(self.layer.number)
+        place = self.layer.cache.place
+        line = place.timeline
+        place.record(None)
+        try:
+            self.layer.cache.put_away(self.layer.number)
+        finally:
+            place.record(line)
 
 
 def survivors(priority: Tensor, limit: int, borders: list[int]) -> Tensor | None:

@@ -8,7 +8,7 @@ import urllib.parse
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,23 @@ ENDING = ".kvcache"
 class Parking:
     """Conversations by name. ``limit``: bytes that caches may take on the compute device together, as a number or as text ("200 MB").
 
-    ``folder``: where parked ones lie. One that is given stays, and what was parked there before is found again; otherwise it is a private one that
-    goes with this object. A conversation is only ever parked between two uses; files are written whole or not at all.
+    ``folder``: where parked ones lie. One that is given stays, and what was parked there before is found again: all of it after ``close()``; after a
+    crash each conversation as it was when it was last parked. Otherwise it is a private one that goes with this object. A conversation is only
+    ever parked between two uses; files are written whole or not at all.
 
     Raises ``ValueError`` for a limit that is no number of bytes or under 1, ``OSError`` for a folder that cannot be written.
     """
 
     def __init__(self, model: Any, limit: int | str, folder: str | Path | None = None) -> None:
-        self.limit = parse_bytes(limit) if isinstance(limit, str) else limit
-        if not isinstance(self.limit, int | float) or isinstance(self.limit, bool) or self.limit < 1:
-            raise ValueError(f"Parking: limit={limit!r} is out of range (allowed: 1 byte or more, or text such as '200 MB')")
+        try:
+            self.limit = parse_bytes(limit) if isinstance(limit, str) else int(limit)
+        except (ValueError, TypeError, OverflowError):
+            self.limit = 0
+        if self.limit < 1 or isinstance(limit, bool):
+            raise ValueError(f"Parking: limit={limit!r} is no number of bytes (allowed: 1 or more, or text such as '200 MB')")
         self.model = model
         self._private = tempfile.TemporaryDirectory(prefix="kvlab-parking-") if folder is None else None
-        self.folder = Path(folder if self._private is None else self._private.name)  # type: ignore[arg-type]
+        self.folder = Path(folder if self._private is None else self._private.name).absolute()  # type: ignore[arg-type]
         self.folder.mkdir(parents=True, exist_ok=True)
         self._here: OrderedDict[str, KVCache] = OrderedDict()  # least recently used first
         self._busy: set[str] = set()
@@ -77,17 +81,26 @@ class Parking:
                 raise
         try:
             yield cache
-        finally:
-            with self._lock:
-                self._busy.discard(name)
-                self._fit()
+        except BaseException:
+            with self._lock, suppress(OSError):  # what went wrong in the use is what is to be heard
+                self._used(name)
+            raise
+        with self._lock:
+            self._used(name)
+
+    def _used(self, name: str) -> None:
+        self._busy.discard(name)
+        if self._here[name].parked is not None:  # its user has put it somewhere else
+            del self._here[name]
+        self._fit()
 
     def _fit(self, more: int = 0) -> None:
         for name in list(self._here):
             if self.resident + more <= self.limit:
                 return
             if name not in self._busy:
-                self.park(name)
+                with suppress(RuntimeError):  # one that failed half-way cannot be parked; it says so when it is used
+                    self.park(name)
 
     def park(self, name: str) -> None:
         """Put one away now. Raises ``KeyError`` for one that is not on the device, ``RuntimeError`` for one in use; if it fails it stays as it is."""
@@ -141,8 +154,12 @@ class Parking:
         return self.folder / file
 
     def close(self) -> None:
-        """Give back all memory; parked conversations stay in a folder that was given."""
+        """Give back all memory. Into a folder that was given, what is on the device is parked first; a private one goes with everything in it."""
         with self._lock:
+            if self._private is None:
+                for name in list(self._here):
+                    with suppress(RuntimeError):
+                        self.park(name)
             for cache in self._here.values():
                 cache.close()
             self._here.clear()

@@ -32,19 +32,9 @@ _VOLATILE = {
 }
 
 
-def save(cache: KVCache, path: str | os.PathLike[str]) -> Path:
-    """Write a cache to ``path`` (safetensors; the strategy, the model's fingerprint, a checksum and the high-water mark stand in the header).
-
-    The file appears whole or not at all. Nothing is changed in the cache. Raises ``OSError`` where it cannot be written
-    or something else than a file is there.
-    """
-    if not hasattr(cache, "strategy") or not hasattr(cache, "layers"):
-        raise ValueError(f"save: {type(cache).__name__} is no kvlab.KVCache")
-    path = Path(path)
-    if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no ordinary file, and saving would replace it (allowed: a new name, or a file)")
-    if not path.absolute().parent.is_dir():
-        raise FileNotFoundError(f"no folder {path.absolute().parent}")
+def collect(cache: KVCache) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Everything that a cache holds, as header and tensors on the CPU. Raises ``RuntimeError`` for a cache that is parked or has failed half-way."""
+    cache.check_whole()
     tensors: dict[str, Tensor] = {}
     layers: list[dict[str, Any] | None] = []
     for number, layer in enumerate(cache.layers):
@@ -74,9 +64,26 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> Path:
         "spans": cache.spans,
         "spoken_for": cache._spoken_for,
         "high_water": cache.high_water,
-        "digest": _digest(tensors),
         "layers": layers,
     }
+    return header, tensors
+
+
+def save(cache: KVCache, path: str | os.PathLike[str]) -> Path:
+    """Write a cache to ``path`` (safetensors; the strategy, the model's fingerprint, a checksum and the high-water mark stand in the header).
+
+    The file appears whole or not at all. Nothing is changed in the cache. Raises ``OSError`` where it cannot be written or something else than a file
+    is there, ``RuntimeError`` for a cache that is parked already or whose last step failed half-way, ``ValueError`` for what is no cache or no path.
+    """
+    if not hasattr(cache, "check_whole"):
+        raise ValueError(f"save: {type(cache).__name__} is no kvlab.KVCache")
+    path = file_path(path, "save")
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no ordinary file, and saving would replace it (allowed: a new name, or a file)")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"no folder {path.absolute().parent}")
+    header, tensors = collect(cache)
+    header["digest"] = _digest(tensors)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         save_file(tensors, part, {"kvlab": json.dumps(header)})
@@ -90,7 +97,9 @@ def save(cache: KVCache, path: str | os.PathLike[str]) -> Path:
 
 def read(model: nn.Module, path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Header and tensors of a file that :func:`save` wrote, once they are known to be whole and of this model; raises as ``kvlab.resume``."""
-    path = Path(path)
+    path = file_path(path, "resume")
+    if not hasattr(model, "config"):
+        raise ValueError(f"resume: model={type(model).__name__} is no transformers model (it needs a config)")
     if not path.is_file():
         raise FileNotFoundError(f"no saved cache {path}")
     try:
@@ -126,9 +135,16 @@ def restore(cache: KVCache, header: dict[str, Any], tensors: dict[str, Tensor], 
                 tensors.get(f"{number}.padding"),
                 path,
             )
-            cache.place.release(number)
+            cache.put_away(number)
             cache.settle_bytes(layer)
     cache.high_water = max(cache.high_water, header["high_water"])
+
+
+def file_path(path: Any, who: str) -> Path:
+    """``path`` as a Path. Raises ``ValueError`` for what is none."""
+    if not isinstance(path, str | os.PathLike) or not str(path):
+        raise ValueError(f"{who}: path={path!r} is no file name (allowed: text or a path)")
+    return Path(path)
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

@@ -348,3 +348,16 @@ def test_after_assisted_decoding_codes_are_written_again(ids):
     for layer in cache.layers:
         layer.record_past = False
     assert len(cache.layers[0].store.tail[0]) < 8 and len(cache.layers[0].store.keys) > coded
+
+
+def test_a_refused_crop_changes_nothing(ids):
+    """Layers of which some have evicted: all are asked before any is cropped."""
+    model = make_llama()
+    cache = KVCache(model, Strategy(keep=keep.PyramidKV(keep.SnapKV(budget=32, recent=4, sinks=1))))
+    forward(model, ids[:, :40], cache)
+    with pytest.raises(RuntimeError, match="after eviction"):
+        cache.crop(-1)
+    assert {layer.seen for layer in cache.layers} == {40}
+    assert forward(model, ids[:, :1], cache).isfinite().all()
+    with pytest.raises(ValueError, match=r"crop\('a'\)"):
+        cache.crop("a")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
+import shutil
 import threading
 
 import pytest
 import torch
 
-from kvlab import KVCache, Parking, Strategy, keep, place, resume, store
+from kvlab import KVCache, Parking, Strategy, keep, place, resume, save, store
 from kvlab.cache import forward
 from tests.conftest import make_llama
 from tests.reference import feed, ours
@@ -117,8 +120,8 @@ def test_a_disk_that_is_full_keeps_the_conversation(model, monkeypatch):
 
 
 def test_bad_input(model, tmp_path):
-    for limit in (0, -1, "much", True, None):
-        with pytest.raises(ValueError, match="limit|bytes"):
+    for limit in (0, -1, "much", "10", True, None, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="Parking: limit="):
             Parking(model, limit=limit)
     parking = Parking(model, limit="1 MB")
     parking.new("a")
@@ -173,3 +176,90 @@ def test_threads_take_turns(model):
         thread.join()
     assert not wrong and parking.resident == 0
     assert len(os.listdir(parking.folder)) == 3
+
+
+def test_a_parked_cache_is_not_parked_again(model, tmp_path):
+    cache = KVCache(model)
+    feed(model, cache, text(0)[:, :40], [40])
+    path = cache.park(tmp_path / "one")
+    size = path.stat().st_size
+    for act in (lambda: cache.park(path), lambda: save(cache, path)):
+        with pytest.raises(RuntimeError, match="this cache is parked in"):
+            act()
+    assert path.stat().st_size == size and resume(model, path).get_seq_length() == 40
+
+
+def test_a_step_that_failed_half_way_is_not_parked(model, tmp_path, monkeypatch):
+    from kvlab.store.dense import DenseState
+
+    parking = Parking(model, limit=1)
+    parking.new("a")
+    with parking.use("a") as cache:
+        feed(model, cache, text(0)[:, :40], [40])
+    real, calls = DenseState.append, iter(range(100))
+
+    def failing(self, keys, values):
+        if next(calls) == 2:
+            raise MemoryError
+        real(self, keys, values)
+
+    monkeypatch.setattr(DenseState, "append", failing)
+    with pytest.raises(MemoryError), parking.use("a") as cache:
+        forward(model, text(0)[:, 40:41], cache)
+    monkeypatch.setattr(DenseState, "append", real)
+    with parking.use("a") as cache, pytest.raises(RuntimeError, match="an earlier step failed"):
+        forward(model, text(0)[:, 41:42], cache)
+    with pytest.raises(RuntimeError, match="an earlier step failed"):
+        parking.park("a")
+    with pytest.raises(RuntimeError, match="an earlier step failed"):
+        save(cache, tmp_path / "x")
+
+
+def test_a_conversation_that_its_user_parks_elsewhere_is_gone_from_here(model, tmp_path):
+    parking = Parking(model, limit=1)
+    parking.new("a")
+    with parking.use("a") as cache:
+        feed(model, cache, text(0)[:, :40], [40])
+        cache.park(tmp_path / "mine")
+    assert parking.names == [] and resume(model, tmp_path / "mine").get_seq_length() == 40
+
+
+def test_closing_keeps_everything_in_a_folder_that_was_given(model, tmp_path):
+    parking = Parking(model, limit="1 GB", folder=tmp_path)
+    parking.new("a")
+    for stop in (20, 40):
+        with parking.use("a") as cache:
+            feed(model, cache, text(0)[:, stop - 20 : stop], [20])
+        if stop == 20:
+            parking.park("a")
+    parking.close()
+    with Parking(model, limit="1 GB", folder=tmp_path).use("a") as cache:
+        assert cache.get_seq_length() == 40
+
+
+def test_parking_needs_nothing_from_a_folder_that_is_gone(model, tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    cache = KVCache(model, Strategy(place=place.Offload(folder=str(folder))))
+    feed(model, cache, text(0)[:, :10], [10])
+    shutil.rmtree(folder)
+    path = cache.park(tmp_path / "one")
+    with pytest.raises(OSError, match="cannot write in the folder"):
+        resume(model, path)
+    back = resume(model, path, Strategy())
+    want, _ = ours(model, Strategy(), text(0)[:, :20], [10, 20])
+    assert torch.equal(forward(model, text(0)[:, 10:20], back), want[:, 10:])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_copy_goes_its_own_way(model, strategy):
+    ids = text(0)
+    cache = KVCache(model, strategy)
+    feed(model, cache, ids[:, :40], [40])
+    other = copy.deepcopy(cache)
+    want = feed(model, cache, ids[:, 40:], list(range(1, 21)))
+    assert torch.equal(feed(model, other, ids[:, 40:], list(range(1, 21))), want)
+    del cache
+    forward(model, ids[:, :1], other)
+    with pytest.raises(TypeError, match=r"kvlab.save\(cache, path\)"):
+        pickle.dumps(other)

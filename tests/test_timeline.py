@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 
 import pytest
 import torch
@@ -79,3 +80,20 @@ def test_a_cache_tells_what_passed(llama, where):
     forward(llama, ids[:, :1], cache)
     assert len(made.spans) == len([*made.spans])  # what came after stop() is not in it
     assert max(span.step for span in made.spans) == 2
+
+
+def test_only_steps_count(llama):
+    """A rest between two steps is nobody's computing; taking tokens back is no step; a reset cache goes on recording."""
+    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+    cache = KVCache(llama, Strategy(place=place.Offload()))
+    history, made = cache.history(), cache.timeline()
+    feed(llama, cache, ids, [40])
+    time.sleep(0.2)
+    cache.crop(-3)
+    cache.layers[1].dense()
+    forward(llama, ids[:, :1], cache)
+    assert max(span.step for span in made.spans) == 1 and made.seconds("compute") < 0.19
+    before = len(made.spans)
+    cache.reset()
+    feed(llama, cache, ids, [40])
+    assert len(made.spans) > before and cache.history() is history

@@ -238,7 +238,7 @@ def quantize_jobs() -> Iterator[Job]:
 
 def scored_jobs() -> Iterator[Job]:
     """Evidence while a prompt is read: Llama-3.1-8B's heads, a window and a soft cap, other head dims."""
-    for dtype, dim, group, options in (
+    cases: list[tuple[torch.dtype, int, int, dict[str, Any]]] = [
         (torch.bfloat16, 128, 4, {}),
         (torch.float16, 128, 4, {}),
         (torch.bfloat16, 128, 4, {"window": 4096, "softcap": 50.0}),
@@ -247,7 +247,8 @@ def scored_jobs() -> Iterator[Job]:
         (torch.bfloat16, 256, 2, {}),
         (torch.float32, 128, 4, {}),
         (torch.float32, 256, 4, {}),
-    ):
+    ]
+    for dtype, dim, group, options in cases:
         q, k, v = (meta(2, heads, 8192, dim, dtype=dtype) for heads in (8 * group, 8, 8))
         work = scored.plan(q, k, v, 0.1, **options)
         name = f"{_TYPES[dtype]} d{dim}" + (" window softcap" if options else "")

@@ -6,11 +6,13 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlab.cache import KVCache, forward
+from kvlab.geometry import Geometry
 from kvlab.lab import Lab, Progress
 from kvlab.strategy import Strategy
 from kvlab.timeline import Timeline
@@ -41,6 +43,15 @@ class Moved:
         return statistics.median(self.seconds)
 
 
+def lengths(model: Any) -> list[list[tuple[int, int, torch.dtype]] | None]:
+    """KV heads, dim and dtype of keys and of values, for each layer; None where the configuration does not say."""
+    try:
+        shape = Geometry.from_config(model.config)
+    except ValueError:
+        return [None] * model.config.num_hidden_layers
+    return [[(layer.kv_heads, dim, model.dtype) for dim in (layer.key_dim, layer.value_dim)] for layer in shape.layers]
+
+
 def fill(cache: KVCache, layers: Layers) -> None:
     """Give a new cache the keys and values of a text as if it had read it, without computing: they are written down, and put away, as always.
 
@@ -50,6 +61,16 @@ def fill(cache: KVCache, layers: Layers) -> None:
         raise ValueError(f"fill: the cache has read {cache.get_seq_length()} tokens (allowed: a new one)")
     if len(layers) != len(cache.layers):
         raise ValueError(f"fill: keys and values of {len(layers)} layers, the model has {len(cache.layers)}")
+    rows = {(x.shape[0], x.shape[2]) if x.dim() == 4 else () for both in layers for x in both}
+    if len(rows) != 1 or () in rows or 0 in next(iter(rows)):
+        raise ValueError(
+            "fill: keys and values of all layers must have one batch and one number of tokens, [B, H, n, D], none of them 0"
+        )
+    known = lengths(cache.model)
+    for number, (both, want) in enumerate(zip(layers, known, strict=True)):
+        got = [(x.shape[1], x.shape[3], x.dtype) for x in both]
+        if want is not None and got != want:
+            raise ValueError(f"fill: layer {number} has keys and values {got}, the model {want} (KV heads, dim, dtype)")
     needs = sorted(cache.strategy.keep.needs & {"attention", "queries", "roles"})
     if needs:
         raise ValueError(
@@ -67,8 +88,8 @@ def moved(
 
     Raises ``ValueError`` as :func:`fill` does, and for fewer than 1 step.
     """
-    if steps < 1:
-        raise ValueError(f"steps={steps} is out of range (allowed: 1 or more)")
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r} is out of range (allowed: 1 or more)")
     cache = KVCache(lab.model, strategy)
     try:
         fill(cache, layers)

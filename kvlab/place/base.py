@@ -45,7 +45,9 @@ class PlaceState:
             self.timeline.ready(layer)
 
     def release(self, layer: int) -> None:
-        """The layer is done for this step."""
+        """The layer is done for this step. Raises ``NotWritten`` where it cannot be put away; it is then still here, whole."""
+        if self.timeline is not None and layer == len(self.layers) - 1:
+            self.timeline.rest()
 
     @property
     def in_flight(self) -> int:

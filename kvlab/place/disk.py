@@ -20,10 +20,17 @@ import torch
 from torch import Tensor
 
 from kvlab.buffer import Buffer
-from kvlab.place.tier import Tier
+from kvlab.place.tier import NotWritten, Tier
 from kvlab.timeline import Timeline
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 PREFIX = "kvlab-offload-"
+LOCK = "lock"  # held by the process that a folder belongs to
+YOUNG = 60  # seconds in which a folder without a lock is left alone
 READERS = 2  # keys and values of a layer come back side by side
 SECTOR = 4096  # what reads past the system's cache are aligned to
 PIECE = 4 << 20  # bytes read or written at a time
@@ -78,14 +85,14 @@ class DiskTier(Tier):
 
     def __init__(self, device: torch.device, folder: str, *, direct: bool = False, speed: float = 0.0) -> None:
         super().__init__(device)
-        parent = Path(folder or tempfile.gettempdir())
+        parent = Path(folder or tempfile.gettempdir()).absolute()
         sweep(parent)
         try:
             self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
         except OSError as error:
             raise OSError(f"Offload: cannot write in the folder {str(parent)!r}: {error.strerror or error}") from error
         self._owner = os.getpid()
-        self._remove = weakref.finalize(self, _remove, self.folder, self._owner)
+        self._remove = weakref.finalize(self, _remove, self.folder, self._owner, _lock(self.folder / LOCK))
         if direct:
             self._try_direct(parent)
         self.direct, self.link = direct, Link(speed)
@@ -107,6 +114,8 @@ class DiskTier(Tier):
             probe.unlink(missing_ok=True)
 
     def _mine(self) -> None:
+        if not self._remove.alive:
+            raise RuntimeError("Offload: this cache is closed: reset() it to use it again")
         if os.getpid() != self._owner:
             raise RuntimeError(
                 f"Offload: this cache belongs to process {self._owner}, not to its fork {os.getpid()}; make one for each process"
@@ -127,6 +136,9 @@ class DiskTier(Tier):
             buffer.touch()
         first = min(buffer.clean, stop) // page
         count = stop // page - first
+        if stop // page < len(file.sums):  # tokens were taken back
+            os.truncate(file.path, stop // page * file.stride)
+            file.sums = file.sums[: stop // page]
         if count <= 0:
             return
         began = time.perf_counter()
@@ -146,13 +158,19 @@ class DiskTier(Tier):
                 os.close(handle)
         except OSError as error:
             buffer.touch(first * page)  # whatever was half-written is written again
-            raise OSError(
-                f"Offload: cannot write {count * file.stride} bytes to {str(self.folder)!r} ({error.strerror or error}); nothing is lost: the layer "
-                "stays in memory"
+            raise NotWritten(
+                f"Offload: cannot write {count * file.stride} bytes to {str(self.folder)!r} ({error.strerror or error}). Nothing is lost: the tokens "
+                "stay in memory, and the same step can be taken once there is room."
             ) from error
         file.sums = np.concatenate([file.sums[:first], sums])
         if self.timeline is not None:
             self.timeline.note("write", layer, began, time.perf_counter(), count * file.stride)
+
+    def forget(self, buffer: Buffer) -> None:
+        file = self._files.pop(buffer, None)
+        if file is not None:
+            buffer.touch()
+            file.path.unlink(missing_ok=True)
 
     # reading
 
@@ -322,24 +340,50 @@ def _write(handle: int, data: np.ndarray[Any, Any], offset: int) -> None:
         done += os.pwrite(handle, view[done:], offset + done)
 
 
-def _remove(folder: Path, owner: int) -> None:
+def _remove(folder: Path, owner: int, lock: int | None) -> None:
     if os.getpid() == owner:  # a fork ends without taking its parent's files along
         shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(path: Path) -> int | None:
+    """Hold a lock that ends with this process, however it ends, and that other containers and hosts see, too."""
+    if fcntl is None:
+        return None
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return handle
 
 
 def sweep(parent: Path) -> None:
     """Remove folders that crashed processes left in ``parent``."""
     for folder in parent.glob(f"{PREFIX}*"):
-        owner = folder.name.removeprefix(PREFIX).split("-", 1)[0]
-        if owner.isdigit() and not _alive(int(owner)):
+        if folder.is_dir() and not _alive(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _alive(pid: int) -> bool:
+def _alive(folder: Path) -> bool:
+    """Whether the process that made a folder lives: it holds the lock. Without locks, by its number, which means something on one machine only."""
+    if fcntl is not None:
+        try:
+            handle = os.open(folder / LOCK, os.O_RDWR)
+        except FileNotFoundError:
+            return time.time() - folder.stat().st_mtime < YOUNG  # it may be about to lock
+        except OSError:
+            return True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(handle)
+        return False
+    owner = folder.name.removeprefix(PREFIX).split("-", 1)[0]
     try:
-        os.kill(pid, 0)
+        os.kill(int(owner), 0)
     except ProcessLookupError:
         return False
-    except OSError:
+    except (OSError, ValueError):
         return True
     return True

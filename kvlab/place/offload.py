@@ -22,8 +22,9 @@ class Offload(Place):
     """Only the layers that compute now or next are on the compute device; the others wait in CPU RAM (of a GPU machine) or in files.
 
     Whole pages of 16 tokens leave, once; what is newer stays until its page is full. While a layer computes, the next ``prefetch`` layers are on their
-    way back. A part may stay for good: some layers, the first and the newest tokens of each. With ``keep.Quest`` only the pages that a query reads
-    come back, as they lie (codes stay codes).
+    way back. A part may stay for good: some layers (``hot_layers``, such as "0-1, 29"), the first and the newest tokens of each (``hot_first``, ``hot``). With ``keep.Quest`` only the pages that a query reads
+    come back, as they lie (codes stay codes). ``direct`` reads files past the system's cache; ``pin`` is about CPU RAM beside a GPU; ``emulate`` slows
+    reads down to a link of so many GB/s. Where a layer cannot be written it stays in memory, and the next step raises ``OSError`` before it begins.
     """
 
     title = "offload"
@@ -131,13 +132,17 @@ class OffloadState(PlaceState):
             leaving = []
             for buffer in item.moving():
                 first, stop = self._cold(buffer, item.held, page)
-                if stop > first:
+                if stop <= first:
+                    self.tier.forget(buffer)
+                else:
                     self.tier.put(
                         buffer, stop, page, layer
                     )  # write all first: if the disk is full, the whole layer is still here
                     leaving.append((buffer, first, stop))
             for buffer, first, stop in leaving:
                 buffer.leave(first, stop - first, self.tier)
+        if self.timeline is not None and layer == len(self.layers) - 1:
+            self.timeline.rest()  # what comes until the next step is nobody's computing
 
     def _cold(self, buffer: Buffer, held: int, page: int) -> tuple[int, int]:
         """The rows of a buffer that are to be away, first and behind the last; a row may stand for several tokens (scales)."""

@@ -14,6 +14,10 @@ from kvlab.timeline import Timeline
 PAGE = 16  # rows that are written together, where nobody wants others
 
 
+class NotWritten(OSError):
+    """Rows could not be put away, and are still on the compute device."""
+
+
 class Tier(ABC):
     """Holds the first rows of buffers, whole pages of them."""
 
@@ -26,6 +30,9 @@ class Tier(ABC):
     @abstractmethod
     def put(self, buffer: Buffer, stop: int, page: int, layer: int) -> None:
         """Bring what is held up to date: rows from ``buffer.clean`` to ``stop``, a multiple of ``page``. If it fails, nothing is lost here."""
+
+    def forget(self, buffer: Buffer) -> None:
+        """Give back what is held of a buffer of which nothing is away any more."""
 
     @abstractmethod
     def start(self, buffer: Buffer, layer: int) -> Any:

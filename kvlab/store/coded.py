@@ -218,6 +218,9 @@ class CodedState(StoreState):
                 tail.set(first.view()[:, :, :rows].clone())
                 first.clear()
         self.opened = bool(len(self.keys) or len(self.values) or len(self.first[0]))
+        if not rows:
+            for side in self.sides:
+                side.forget()
 
     def thaw(self) -> None:
         dense = self.dense()

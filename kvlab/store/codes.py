@@ -247,8 +247,9 @@ class QuantizedSide(Side):
             slot = first + torch.arange(padded, device=table.device) // size
             number = moves.cumsum(2) - 1
             new_table = torch.where(moves, slot[number.clamp(0, padded - 1)], new_table)
-            scale = torch.cat([scale, more_scale], 2)
-            zero = torch.cat([zero, more_zero], 2) if zero is not None and more_zero is not None else None
+            both = (*scale.shape[:2], -1, -1)  # one scale for all heads of a row, where keys share it
+            scale = torch.cat([scale, more_scale.expand(both)], 2)
+            zero = torch.cat([zero, more_zero.expand(both)], 2) if zero is not None and more_zero is not None else None
             self.repacked += int(moves.sum()) * (1 if table.shape[:2] == codes.shape[:2] else codes.shape[0] * codes.shape[1])
         self.scale.set(scale)
         if zero is not None:

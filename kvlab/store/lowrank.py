@@ -175,6 +175,11 @@ class LowRankSide(Side):
     def truncate(self, rows: int) -> None:
         self.inner.truncate(rows)
 
+    def forget(self) -> None:
+        self.clear()
+        self.basis.clear()
+        self.mean.clear()
+
     def clear(self) -> None:
         self.inner.clear()  # the basis stays: it was made from more tokens than will come at once again
 

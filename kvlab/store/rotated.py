@@ -194,7 +194,7 @@ class RotatedState(Around):
     def score(self, query: Tensor, start: int, stop: int) -> Tensor:
         turn, turned = self.turns[0], _spread(query.float(), self.settings.heads)
         turned = turned if turn is None else turn.there(turned)
-        return self.inner.score(turned, start, stop).reshape(*query.shape[:3], stop - start)
+        return self.inner.score(turned.to(query.dtype), start, stop).reshape(*query.shape[:3], stop - start)
 
     def mix(self, weights: Tensor, start: int, stop: int) -> Tensor:
         b, h, m, n = weights.shape
@@ -209,6 +209,12 @@ class RotatedState(Around):
 
     def value_rows(self, start: int, stop: int) -> Tensor:
         return self.read(1, self.inner.value_rows(start, stop))
+
+    def truncate(self, rows: int) -> None:
+        self.inner.truncate(rows)
+        for turn in self.turns:
+            if turn is not None and not rows:
+                turn.order.clear()
 
     def rows_at(self, index: Tensor) -> tuple[Tensor, Tensor]:
         if self.settings.heads > 1:

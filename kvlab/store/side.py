@@ -68,6 +68,10 @@ class Side(ABC):
     def buffers(self) -> list[Buffer]:
         """Everything that holds bytes."""
 
+    def forget(self) -> None:
+        """Everything was taken back: what was learned from it goes, too."""
+        self.clear()
+
     def clear(self) -> None:
         for buffer in self.buffers():
             buffer.clear()

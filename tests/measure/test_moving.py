@@ -70,6 +70,16 @@ def test_what_cannot_be_filled_is_said(lab, ids):
     fill(cache, layers)
     with pytest.raises(ValueError, match="has read 70 tokens"):
         fill(cache, layers)
+    for wrong, words in [
+        ([(keys[..., :8], values) for keys, values in layers], "layer 0 has keys and values"),
+        ([(keys.half(), values) for keys, values in layers], "layer 0 has keys and values"),
+        ([layers[0], layers[1], (layers[2][0][:, :, :9], layers[2][1][:, :, :9])], "one number of tokens"),
+        ([(keys[:, :, :0], values[:, :, :0]) for keys, values in layers], "none of them 0"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            fill(KVCache(lab.model), wrong)
+    with pytest.raises(ValueError, match="steps='a'"):
+        moved(lab, Strategy(), layers, steps="a")
     with pytest.raises(ValueError, match="steps=0"):
         moved(lab, Strategy(), layers, steps=0)
 

@@ -187,29 +187,68 @@ def test_a_file_system_without_direct_reads(llama, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_loses_nothing(llama, ids, tmp_path, monkeypatch):
-    """A write that fails half-way: the error says so, and the tokens are still there when there is room again."""
-    strategy = Strategy(place=place.Offload(to="disk", folder=str(tmp_path)))
-    want, _ = ours(llama, Strategy(), ids, [20, 40])
-    cache = KVCache(llama, strategy)
-    first = feed(llama, cache, ids, [20])
-    real, calls = os.pwrite, iter(range(1000))
+@pytest.fixture
+def full_disk(monkeypatch):
+    """A disk that is full from the ``after``-th write on; ``del full_disk[:]`` makes room."""
+    real, left = os.pwrite, [3]
 
-    def full(handle, data, offset):
-        if next(calls) >= 1:
-            raise OSError(28, "No space left on device")
-        return real(handle, data[: len(data) // 2], offset)
+    def pwrite(handle, data, offset):
+        if left:
+            if left[0] == 0:
+                raise OSError(28, "No space left on device")
+            left[0] -= 1
+            return real(handle, data[: len(data) // 2 + 1], offset)
+        return real(handle, data, offset)
 
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="nothing is lost"):
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    return left
+
+
+def test_a_full_disk_loses_nothing(llama, ids, full_disk):
+    """The step goes on with what stays in memory; the next one is refused before it begins, until there is room; then it is right."""
+    more = torch.cat([ids, ids[:, :2]], 1)
+    want, _ = ours(llama, Strategy(), more, [40, 41, 42])
+    cache = KVCache(llama, Strategy(place=place.Offload(to="disk")))
+    assert torch.equal(forward(llama, more[:, :40], cache), want[:, :40])
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"No space left on device.*Nothing is lost"):
+            forward(llama, more[:, 40:41], cache)
+        assert {layer.seen for layer in cache.layers} == {40}
+    del full_disk[:]
+    assert torch.equal(feed(llama, cache, more[:, 40:], [1, 2]), want[:, 40:])
+    assert cache.memory().by_device()["disk"]
+
+
+def test_a_full_disk_while_beams_are_reordered(llama, ids, full_disk):
+    caches = [KVCache(llama, Strategy(place=where)) for where in (place.Resident(), place.Offload(to="disk"))]
+    out = []
+    for cache in caches:
+        full_disk[:] = [1000]
+        feed(llama, cache, ids, [40])
+        full_disk[:] = [1]
+        cache.reorder_cache(torch.tensor([1, 0]))
+        full_disk.clear()
+        out.append(forward(llama, ids[:, :1], cache))
+    assert torch.equal(*out)
+
+
+def test_an_interrupted_write_is_not_taken_for_a_whole_step(llama, ids, monkeypatch):
+    cache = KVCache(llama, Strategy(place=place.Offload(to="disk")))
+    feed(llama, cache, ids, [20])
+    real = DiskTier.put
+
+    def interrupted(self, buffer, stop, page, layer):
+        if layer == 2:
+            raise KeyboardInterrupt
+        real(self, buffer, stop, page, layer)
+
+    monkeypatch.setattr(DiskTier, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
         forward(llama, ids[:, 20:40], cache)
-    monkeypatch.setattr(os, "pwrite", real)
-    with cache.layers[0].at_hand():
-        assert len(cache.layers[0].store.keys.view()[0, 0]) == 40
-    with pytest.raises((RuntimeError, ValueError), match="half-way"):
-        forward(llama, ids[:, :1], cache)
-    cache.reset()
-    assert torch.equal(feed(llama, cache, ids, [20, 40]), want) and torch.equal(first, want[:, :20])
+    monkeypatch.setattr(DiskTier, "put", real)
+    for act in (lambda: forward(llama, ids[:, 20:40], cache), cache.check_whole):
+        with pytest.raises(RuntimeError, match=r"failed while layer 2 was written down. reset\(\)"):
+            act()
 
 
 @pytest.mark.parametrize("fault", ["shorter", "altered", "gone"])
@@ -331,15 +370,65 @@ def test_a_fork_keeps_its_hands_off(llama, ids, tmp_path):
 
 
 def test_folders_of_crashed_processes_are_swept(tmp_path):
-    done = subprocess.Popen([sys.executable, "-c", ""])
-    done.wait()
-    dead = tmp_path / f"{PREFIX}{done.pid}-x"
-    alive = tmp_path / f"{PREFIX}{os.getpid()}-x"
+    """Whoever lives holds a lock, which a process with another number or in another container cannot mistake."""
+    names = ("1-dead", "999999-alive", "2-young", "3-old")
+    dead, alive, young, old = (tmp_path / f"{PREFIX}{name}" for name in names)
     other = tmp_path / "kvlab-notes"
-    for folder in (dead, alive, other):
+    for folder in (dead, alive, young, old, other):
         folder.mkdir()
+    (dead / disk.LOCK).touch()
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"import fcntl; f = open({str(alive / disk.LOCK)!r}, 'w'); fcntl.flock(f, 2); print(1, flush=True); input()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    holder.stdout.readline()
+    os.utime(old, (0, 0))
     sweep(tmp_path)
-    assert not dead.exists() and alive.exists() and other.exists()
+    assert [folder.exists() for folder in (dead, alive, young, old, other)] == [False, True, True, False, True]
+    holder.communicate(b"\n")
+    sweep(tmp_path)
+    assert not alive.exists()
+
+
+def test_files_shrink_with_the_cache(llama, tmp_path):
+    cache = KVCache(llama, Strategy(place=place.Offload(folder=str(tmp_path))))
+    feed(llama, cache, some(1, 150), [150])
+
+    def on_disk():
+        return sum(f.stat().st_size for f in cache.place.tier.folder.iterdir())
+
+    sizes = []
+    for back in (0, 60, 80):
+        cache.crop(-back)
+        sizes.append(on_disk())
+        assert sizes[-1] == cache.memory().by_device().get("disk", 0)
+    page = 16 * 2 * 16 * 4 * 2 * 3
+    assert sizes == [9 * page, 5 * page, 0]
+
+
+def test_a_closed_cache_says_so_and_a_relative_folder_is_where_it_was(llama, ids, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    cache = KVCache(llama, Strategy(place=place.Offload(folder="here")))
+    feed(llama, cache, ids, [40])
+    monkeypatch.chdir(tmp_path / "there")
+    want, _ = ours(llama, Strategy(), torch.cat([ids, ids[:, :1]], 1), [40, 41])
+    assert torch.equal(forward(llama, ids[:, :1], cache), want[:, 40:])
+    cache.close()
+    with pytest.raises(RuntimeError, match=r"this cache is closed: reset\(\)"):
+        forward(llama, ids[:, :1], cache)
+    monkeypatch.chdir(tmp_path)
+    cache.reset()
+    assert torch.equal(feed(llama, cache, ids, [40]), want[:, :40])
+    del cache
+    gc.collect()
+    assert not list((tmp_path / "here").iterdir())
 
 
 def test_a_process_killed_while_it_writes_leaves_nothing_for_long(tmp_path):

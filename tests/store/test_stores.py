@@ -329,3 +329,54 @@ def test_single_rows_are_those_of_whole_blocks(llama, method, answer):
     index = torch.randint(0, len(state), (2, 2, 40), generator=torch.Generator().manual_seed(1))
     for got, want in zip(state.rows_at(index), StoreState.rows_at(state, index), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inner", [store.Dense(), store.Paged(page=8)], ids=str)
+def test_rotation_of_plain_halves(inner, dtype):
+    """Nothing is quantized: a rotation and its inverse, to half precision."""
+    model = make_llama().to(dtype)
+    ids = torch.randint(3, 97, (1, 82), generator=torch.Generator().manual_seed(0))
+    out = []
+    for method in (inner, store.Rotated(inner)):
+        cache = KVCache(model, Strategy(store=method))
+        out.append(torch.cat([forward(model, ids[:, a:b], cache) for a, b in ((0, 40), (40, 80), (80, 81), (81, 82))], 1).float())
+    assert (out[0] - out[1]).abs().max() < (0.05 if dtype == torch.float16 else 0.5)
+
+
+def test_one_scale_for_all_heads_survives_a_repack():
+    """Heads that keep different tokens, keys with one scale a group for all of them."""
+    model = make_llama()
+    ids = torch.randint(3, 97, (1, 150), generator=torch.Generator().manual_seed(0))
+    method = store.Int(bits=4, group_size=8, key_axis="tensor")
+    cache = KVCache(model, Strategy(keep=keep.KeyDiff(budget=24, recent=4, sinks=1), store=method))
+    forward(model, ids[:, :40], cache)
+    for token in range(40, 150):
+        assert forward(model, ids[:, token : token + 1], cache).isfinite().all()
+    assert cache.memory().repacked > 0 and cache.memory().stored <= 25
+
+
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        (store.Mixed(layers="7=8/8"), "names layer 7, the model has 3"),
+        (store.Rotated(heads=3), "heads=3 does not divide"),
+        (store.Int(group_size=12, key_axis="token"), "group_size=12"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_known_at_once(method, words):
+    with pytest.raises(ValueError, match=words):
+        KVCache(make_llama(), Strategy(store=method))
+
+
+@pytest.mark.parametrize("method", [store.LowRank(rank=8, first=16), store.Rotated(store.Int(bits=3, group_size=8, key_axis="token"), block=8, reorder=True)], ids=str)  # fmt: skip
+def test_cropped_to_nothing_is_new(method):
+    """What was learned from a text goes with it."""
+    model, seed = make_llama(), torch.Generator().manual_seed(0)
+    one, other = (torch.randint(3, 97, (1, 60), generator=seed) for _ in range(2))
+    used, fresh = KVCache(model, Strategy(store=method)), KVCache(model, Strategy(store=method))
+    forward(model, one, used)
+    used.crop(-60)
+    for start, stop in ((0, 40), (40, 60)):
+        assert torch.equal(forward(model, other[:, start:stop], used), forward(model, other[:, start:stop], fresh))
