@@ -73,7 +73,7 @@ def cases(draw):
                 tail=draw(st.sampled_from([0, 0, 1, 20])), splits=draw(st.sampled_from([1, 3, None])), masked=draw(st.booleans()))  # fmt: skip
 
 
-@settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=9, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_any_shape(case):
     dtype, n, dim, tail = case["dtype"], case["n"], case["dim"], case["tail"]

@@ -66,7 +66,7 @@ def inputs(draw):
                 scale=draw(st.sampled_from([torch.float16, torch.float32])))  # fmt: skip
 
 
-@settings(max_examples=24, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(inputs())
 def test_triton_equals_torch(case):
     """Bit for bit, into views of a poisoned cache whose neighbours stay as they were."""

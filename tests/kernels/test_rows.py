@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kvlab_kernels.layout import dequantize, unpack
 from kvlab_kernels.rows import gather_tokens, rope_shift, rotate_quantize, rotate_quantize_torch
 
-FEW = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+FEW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -55,7 +55,7 @@ def cases(draw):
     return dtype, batch, kv_heads, group, queries, tokens, draw(st.sampled_from([16, 64, 80, 96, 128])), options
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 @given(cases())
 def test_against_a_matrix(case):
     dtype, batch, kv_heads, group, queries, tokens, dim, options = case
@@ -71,12 +71,12 @@ def test_against_a_matrix(case):
 @pytest.mark.usefixtures("poison")
 def test_everything_is_written_and_adds_up():
     """Full causality, no sinks: each query gives one whole weight; strided views; a key that nobody may see has exactly none."""
-    whole = torch.randn(2, 6, 70, 3 * 64)
+    whole = torch.randn(2, 6, 40, 3 * 64)
     q, k, v = whole[..., :64], whole[:, :3, :, 64:128], whole[:, :3, :, 128:]
     out, lse, mass = scored_attention(q, k, v, scaling=0.125)
     assert out.isfinite().all() and lse.isfinite().all()
-    torch.testing.assert_close(mass.sum(2), torch.full((2, 3), 2.0 * 70))
-    *_, last = scored_attention(q, k, v, scaling=0.125, since=70)
+    torch.testing.assert_close(mass.sum(2), torch.full((2, 3), 2.0 * 40))
+    *_, last = scored_attention(q, k, v, scaling=0.125, since=40)
     assert not last.any()
     *_, early = scored_attention(q, k, v, scaling=0.125, first=torch.tensor([0, 12]))
     assert not early[1, :, :12].any() and early[0, :, :12].all()
