@@ -191,12 +191,7 @@ class DiskTier(Tier):
             ticket.done.result()
         except OSError as error:
             raise self._lost(error) from error
-        try:
-            return ticket.data.to(self.device, non_blocking=True)
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(
-                f"Offload: no room on {self.device} for {ticket.data.nbytes} bytes that come back; nothing is lost: they are still on disk"
-            ) from error
+        return ticket.data.to(self.device, non_blocking=True)
 
     def take(self, buffer: Buffer, index: Tensor) -> Tensor:
         self._mine()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,15 +101,25 @@ class OffloadState(PlaceState):
             away = [buffer for buffer in item.moving() if buffer.away]
             if whole or any(buffer in self._coming for buffer in away):
                 waited = bool(away)
-                for buffer in away:
-                    self._start(buffer, layer)
-                for buffer in away:
-                    buffer.arrive(self.tier.finish(self._coming.pop(buffer)))
+                self._bring(away, layer)
         if line is not None and began is not None:
             there = line.ready(layer)
             if waited:
                 line.note("stall", layer, began, there)
         self._ahead(layer, whole)
+
+    def _bring(self, away: list[Buffer], layer: int) -> None:
+        try:
+            for buffer in away:
+                self._start(buffer, layer)
+            for buffer in away:
+                buffer.arrive(self.tier.finish(self._coming.pop(buffer)))
+        except torch.OutOfMemoryError as error:
+            count = sum(buffer.away * buffer.row_bytes for buffer in away)
+            raise torch.OutOfMemoryError(
+                f"Offload: no room on the device for the {count:,} bytes of layer {layer} that come back. They still wait where they were; make room "
+                "(prefetch less, park other conversations), reset() the cache and read the text again."
+            ) from error
 
     def _start(self, buffer: Buffer, layer: int) -> None:
         if buffer not in self._coming:
@@ -121,9 +132,10 @@ class OffloadState(PlaceState):
             item = self.layers[number]
             if number in self.hot or (item.page and not (whole and self.layers[layer].page and number > layer)):
                 continue  # of a layer that looks pages up nobody knows yet which ones
-            for buffer in item.moving():
-                if buffer.away:
-                    self._start(buffer, number)
+            with suppress(torch.OutOfMemoryError):  # then it comes when its turn comes
+                for buffer in item.moving():
+                    if buffer.away:
+                        self._start(buffer, number)
 
     def release(self, layer: int) -> None:
         item = self.layers[layer]

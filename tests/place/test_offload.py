@@ -350,6 +350,33 @@ def test_an_interrupted_fetch_is_an_interruption(llama, ids, monkeypatch):
     assert torch.equal(feed(llama, cache, ids, [40]), want[:, :40])
 
 
+def test_no_room_for_what_comes_back(llama, ids, monkeypatch):
+    """What is fetched ahead may wait for its turn; when it is needed, an error says what to do, and another conversation goes on."""
+    strategy = Strategy(place=place.Offload(to="disk"))
+    cache, other = KVCache(llama, strategy), KVCache(llama, strategy)
+    more = torch.cat([ids, ids[:, :2]], 1)
+    want, _ = ours(llama, Strategy(), more, [40, 41, 42])
+    for one in (cache, other):
+        feed(llama, one, ids, [40])
+    real, full = DiskTier.start, [0]
+
+    def start(self, buffer, layer):
+        if cache.place.timeline is not None and layer != cache.place.timeline.layer:
+            full[0] += 1
+            raise torch.OutOfMemoryError("out of memory")
+        return real(self, buffer, layer)
+
+    line = cache.timeline()
+    monkeypatch.setattr(DiskTier, "start", start)
+    assert torch.equal(forward(llama, more[:, 40:41], cache), want[:, 40:41]) and full[0]
+    assert line.bytes() > 0
+    monkeypatch.setattr(DiskTier, "start", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+    with pytest.raises(torch.OutOfMemoryError, match="no room on the device for the .* bytes of layer"):
+        forward(llama, more[:, 41:42], cache)
+    monkeypatch.setattr(DiskTier, "start", real)
+    assert torch.equal(feed(llama, other, more[:, 40:], [1, 2]), want[:, 40:])
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_fork_keeps_its_hands_off(llama, ids, tmp_path):
     cache = KVCache(llama, Strategy(place=place.Offload(to="disk", folder=str(tmp_path))))
