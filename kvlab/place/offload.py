@@ -17,12 +17,14 @@ from kvlab.place.tier import PAGE, Tier
 from kvlab.strategy import numbers, param
 from kvlab.timeline import Timeline
 
+SMALL = 8  # a part of a layer that is less than one in so many of its bytes stays (scales, tables, positions)
+
 
 @dataclass(frozen=True)
 class Offload(Place):
     """Only the layers that compute now or next are on the compute device; the others wait in CPU RAM (of a GPU machine) or in files.
 
-    Whole pages of 16 tokens leave, once; what is newer stays until its page is full. While a layer computes, the next ``prefetch`` layers are on their
+    Whole pages of 16 tokens leave, once; what is newer stays until its page is full, and so do parts that are small beside the rest (scales, say). While a layer computes, the next ``prefetch`` layers are on their
     way back. A part may stay for good: some layers (``hot_layers``, such as "0-1, 29"), the first and the newest tokens of each (``hot_first``, ``hot``). With ``keep.Quest`` only the pages that a query reads
     come back, as they lie (codes stay codes). ``direct`` reads files past the system's cache; ``pin`` is about CPU RAM beside a GPU; ``emulate`` slows
     reads down to a link of so many GB/s. Where a layer cannot be written it stays in memory, and the next step raises ``OSError`` before it begins.
@@ -142,7 +144,11 @@ class OffloadState(PlaceState):
         if layer not in self.hot:
             page = item.page or PAGE
             leaving = []
-            for buffer in item.moving():
+            buffers = item.moving()
+            little = sum(buffer.logical for buffer in buffers) // SMALL
+            for buffer in buffers:
+                if buffer.logical < little and not buffer.away:
+                    continue  # moving it would take more time than it is worth
                 first, stop = self._cold(buffer, item.held, page)
                 if stop <= first:
                     self.tier.forget(buffer)

@@ -102,7 +102,7 @@ def update_held(fig: go.Figure, made: "Moved", full: int, *, title: str | None =
             "hovertemplate": "%{y}: %{x:.2f} MB<extra></extra>",
         }
     }
-    changes: dict[str, Any] = {"xaxis.range": [0, 1.3 * max(sizes) / 1e6]}  # room for the numbers beside the bars
+    changes: dict[str, Any] = {"xaxis.range": [0, 1.5 * max(sizes) / 1e6]}  # room for the numbers beside the bars
     return style.apply(fig, bars, changes if title is None else changes | {"title.text": title})
 
 
