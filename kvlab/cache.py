@@ -88,12 +88,7 @@ class KVCache(Cache):
 
     def _check_fit(self, model: nn.Module) -> None:
         """Let the store see each kind of layer that the configuration tells of: what does not fit is known before any token is read."""
-        config: Any = model.config
-        try:
-            shapes = Geometry.from_config(config).layers
-        except ValueError:  # the first keys will tell
-            return
-        for layer in {(s.kv_heads, s.key_dim, s.value_dim) for s in shapes if s.kv_heads}:
+        for layer in _shapes(model):
             self.strategy.store.state(LayerShape(0, len(self.layers), 1, *layer, torch.float32, self.device))
 
     def __repr__(self) -> str:
@@ -372,6 +367,20 @@ def layer_plan(model: nn.Module) -> list[tuple[int | None, int]]:
         if owner is not None:
             plan[owner] = (plan[owner][0], plan[owner][1] + 1)
     return plan
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, set[tuple[int, int, int]]] = weakref.WeakKeyDictionary()
+
+
+def _shapes(model: nn.Module) -> set[tuple[int, int, int]]:
+    """KV heads, key dim and value dim of each kind of layer, as the configuration tells; nothing where it does not: then the first keys will."""
+    if model not in _known:
+        try:
+            layers = Geometry.from_config(model.config).layers
+        except ValueError:
+            layers = ()
+        _known[model] = {(layer.kv_heads, layer.key_dim, layer.value_dim) for layer in layers if layer.kv_heads}
+    return _known[model]
 
 
 _ropes: weakref.WeakKeyDictionary[nn.Module, list[rope.Rope | None]] = weakref.WeakKeyDictionary()

@@ -56,6 +56,10 @@ class HostTier(Tier):
             data.record_stream(self._stream)
             self._note("write", layer, start, rows.nbytes)
 
+    def forget(self, buffer: Buffer) -> None:
+        if self._held.pop(buffer, None) is not None:
+            buffer.touch()
+
     def start(self, buffer: Buffer, layer: int) -> Ticket:
         host, near = self._held[buffer], buffer.data
         assert near is not None

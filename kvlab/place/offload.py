@@ -148,7 +148,8 @@ class OffloadState(PlaceState):
             little = sum(buffer.logical for buffer in buffers) // SMALL
             for buffer in buffers:
                 if buffer.logical < little and not buffer.away:
-                    continue  # moving it would take more time than it is worth
+                    self.tier.forget(buffer)  # moving it would take more time than it is worth
+                    continue
                 first, stop = self._cold(buffer, item.held, page)
                 if stop <= first:
                     self.tier.forget(buffer)
