@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -158,8 +159,7 @@ class Layer(CacheLayerMixin):
         that is cut through is written again; after :meth:`activate_past_recording` (assisted decoding does it) drafts leave no trace.
         Raises ``ValueError`` for a positive number, ``RuntimeError`` after eviction.
         """
-        self.check_crop(tokens_to_remove)
-        drop = min(abs(tokens_to_remove), self.seen)
+        drop = self.check_crop(tokens_to_remove)
         if not self.is_initialized or not (drop or self.waits):
             return
         with self.at_hand():
@@ -175,18 +175,23 @@ class Layer(CacheLayerMixin):
             if self.waits:
                 self._confirm()
 
-    def check_crop(self, tokens_to_remove: int) -> None:
-        """Raise what :meth:`crop` would raise; nothing is changed."""
-        if not isinstance(tokens_to_remove, int) or tokens_to_remove > 0:
+    def check_crop(self, tokens_to_remove: int) -> int:
+        """Raise what :meth:`crop` would raise; nothing is changed. -> how many tokens would go."""
+        try:
+            count = operator.index(tokens_to_remove)  # transformers gives a tensor at times
+        except TypeError:
+            count = 1
+        if count > 0:
             raise ValueError(
                 f"crop({tokens_to_remove!r}): how many of the newest tokens go, as 0 or a negative number (transformers' way since 5.0)"
             )
-        drop = min(abs(tokens_to_remove), self.seen)
+        drop = min(-count, self.seen)
         if drop and self.evicted and not (self.may_roll_back and drop <= len(self.store)):
             raise RuntimeError(
                 f"crop({tokens_to_remove}) after eviction: the tokens that would be needed again are gone. Use keep.Everything() where "
                 "drafts are taken back (assisted decoding), or reset() the cache."
             )
+        return drop
 
     def batch(self, change: Callable[[Tensor], Tensor], rows: int) -> None:
         """Apply a change of the batch to everything that is kept."""
