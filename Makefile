@@ -50,7 +50,7 @@ unit: $(VENV)/.test $(VENV)/.model
 
 # What touches transformers, with the oldest one that is supported; it lies beside the pinned one and is found first.
 oldest: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=60 $(PY) -m pytest -q -n 2 -k 'not compiled and not lookup' tests/test_cache.py tests/test_generate.py tests/test_parity.py
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=40 $(PY) -m pytest -q -n 2 -k 'not compiled and not lookup' tests/test_cache.py tests/test_generate.py tests/test_parity.py
 
 # A process of their own: Triton reads at its first import whether to interpret.
 kernels-test: $(VENV)/.test
@@ -80,6 +80,7 @@ gpu: $(VENV)/.test
 nightly: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
 	$(PY) -m pytest -q -m nightly tests --ignore=tests/browser --ignore=tests/kernels
 	$(PY) -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/solutions
+	KVLAB_PANELS=all $(PY) -m pytest -q tests/browser/test_panels.py
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST) $(PY) -m pytest -q tests/test_families.py tests/test_generate.py
 	KVLAB_CASES=10000 $(PY) -m pytest -q tests/test_parity.py
 

@@ -12,8 +12,8 @@ import kvlab_kernels
 
 QUICK = {
     90: ["bf16 dense", "int8 g64", "int4 g64", "int2 g64", "bf16 sinks", "bf16 int4 g64"],
-    80: ["bf16 dense", "int4 g64"],
-    100: ["bf16 dense", "int4 g64"],
+    80: ["int4 g64"],
+    100: ["int4 g64"],
 }
 SCRIPT = """
 import json, sys, torch
