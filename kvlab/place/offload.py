@@ -159,6 +159,7 @@ class OffloadState(PlaceState):
                     )  # write all first: if the disk is full, the whole layer is still here
                     leaving.append((buffer, first, stop))
             for buffer, first, stop in leaving:
+                self._coming.pop(buffer, None)  # begun before this step: out of date
                 buffer.leave(first, stop - first, self.tier)
         if self.timeline is not None and layer == len(self.layers) - 1:
             self.timeline.rest()  # what comes until the next step is nobody's computing

@@ -153,6 +153,18 @@ def test_codes_of_chosen_pages_travel_as_codes(llama, device):
     assert cache.memory().by_part()["scales"] and all(p.device == device.type for p in cache.memory().parts if p.name == "scales")
 
 
+def test_what_was_fetched_ahead_and_not_used_is_not_used_later(llama, ids):
+    """Someone looks at a layer's tokens while they are on their way: they come back at once, and the others are out of date afterwards."""
+    more = torch.cat([ids] * 4, 1)
+    want, _ = ours(llama, Strategy(), more, [33, *range(34, 161)])
+    cache = KVCache(llama, Strategy(place=place.Offload(to="disk")))
+    assert torch.equal(forward(llama, more[:, :33], cache), want[:, :33])
+    for token in range(33, 160):
+        if token % 16 == 15:  # layer 0 is on its way since the last layer's turn; after this token one page more is away
+            cache.layers[0].store.keys.view()
+        assert torch.equal(forward(llama, more[:, token : token + 1], cache), want[:, token : token + 1])
+
+
 def test_cpu_to_cpu_is_refused(llama, device):
     if device.type != "cpu":
         pytest.skip("the model is on a GPU")
