@@ -90,7 +90,8 @@ class Parking:
 
     def _used(self, name: str) -> None:
         self._busy.discard(name)
-        if self._here[name].parked is not None:  # its user has put it somewhere else
+        cache = self._here.get(name)
+        if cache is not None and cache.parked is not None:  # its user has put it somewhere else
             del self._here[name]
         self._fit()
 

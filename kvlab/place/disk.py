@@ -130,17 +130,16 @@ class DiskTier(Tier):
         heads, row = data.shape[0] * data.shape[1], data.element_size() * math.prod(data.shape[3:])
         file = self._files.get(buffer)
         if file is None or (file.page, file.heads, file.row) != (page, heads, row):
-            path = self.folder / str(self._count) if file is None else file.path
-            self._count += file is None
-            file = self._files[buffer] = File(path, page, heads, row, np.zeros((0, heads), np.uint64))
+            self.forget(buffer)  # of another shape
+            file = File(self.folder / str(self._count), page, heads, row, np.zeros((0, heads), np.uint64))
+            self._count, self._files[buffer] = self._count + 1, file
             buffer.touch()
         first = min(buffer.clean, stop) // page
         count = stop // page - first
-        if stop // page < len(file.sums):  # tokens were taken back
-            os.truncate(file.path, stop // page * file.stride)
-            file.sums = file.sums[: stop // page]
-        if count <= 0:
+        back = stop // page < len(file.sums)  # tokens were taken back
+        if count <= 0 and not back:
             return
+        count = max(count, 0)
         began = time.perf_counter()
         here = first * page - buffer.first - buffer.away if buffer.away else first * page
         rows = data[:, :, here : here + count * page].detach().cpu().contiguous()
@@ -150,6 +149,8 @@ class DiskTier(Tier):
         try:
             handle = os.open(file.path, os.O_WRONLY | os.O_CREAT, 0o600)
             try:
+                if back:
+                    os.ftruncate(handle, stop // page * file.stride)
                 for begin in range(0, count, step):
                     piece = np.ascontiguousarray(pages[begin : begin + step])
                     sums[begin : begin + step] = checksum(piece)
@@ -163,7 +164,7 @@ class DiskTier(Tier):
                 "stay in memory, and the same step can be taken once there is room."
             ) from error
         file.sums = np.concatenate([file.sums[:first], sums])
-        if self.timeline is not None:
+        if self.timeline is not None and count:
             self.timeline.note("write", layer, began, time.perf_counter(), count * file.stride)
 
     def forget(self, buffer: Buffer) -> None:

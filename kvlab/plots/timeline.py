@@ -68,11 +68,11 @@ def step_summary(made: "Moved", resident: float) -> str:
     words = f"A step takes {_ms(made.step)}, {_ms(resident)} with all bytes here"
     if not made.bytes:
         return f"{words}. Nothing is fetched."
-    words += f": it computes {_ms(line.seconds('compute') / steps)} and waits {_ms(line.seconds('stall') / steps)} for {_size(made.bytes)}"
-    if made.strategy.keep.looks:
-        return f"{words}. Which pages a query needs is known only when it is there, so nothing is fetched ahead."
+    waits = f"waits {_ms(line.seconds('stall') / steps)} for {_size(made.bytes)}"
+    if made.strategy.keep.looks:  # it waits in the middle of its computing
+        return f"{words}: it {waits}. Which pages a query needs is known only when it is there, so nothing is fetched ahead."
     return (
-        f"{words}. {100 * line.hidden:.0f}% of the fetching passes beside computing; {100 * line.hideable:.0f}% could, "
+        f"{words}: it computes {_ms(line.seconds('compute') / steps)} and {waits}. {100 * line.hidden:.0f}% of the fetching passes beside computing; {100 * line.hideable:.0f}% could, "
         "since no more can be hidden than there is computing."
     )
 

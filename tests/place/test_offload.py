@@ -19,7 +19,6 @@ from kvlab.buffer import Buffer
 from kvlab.cache import forward
 from kvlab.place import disk
 from kvlab.place.disk import PREFIX, DiskTier, checksum, sweep
-from kvlab.timeline import union
 from tests import zoo
 from tests.reference import feed, ours
 
@@ -554,8 +553,3 @@ def test_a_buffer_with_a_part_away_is_the_same_buffer(tmp_path):
             assert len(buffer) == want.shape[2] and buffer.logical == want.nbytes
         assert torch.equal(buffer.view(), want)
     tier.close()
-
-
-def test_unions_of_spans():
-    assert union([(0, 2), (1, 3), (5, 6), (5.5, 5.75)]) == 4
-    assert union([]) == 0
