@@ -36,13 +36,23 @@ def opened(open_notebook: Opened, name: str) -> Any:
     """
     page = open_notebook(name)
     cells = page.locator(".jp-CodeCell")
-    for number in range(min(3, cells.count())):  # imports, an example (or none), the panel
-        cells.nth(number).locator(".cm-content").click()
-        page.keyboard.press("Shift+Enter")
+    for number in range(cells.count()):  # imports, an example (or none), the panel
+        start(page, cells.nth(number))
         if number == 0:
-            page.wait_for_timeout(1000)  # a saved notebook says [1], too, until the cell is queued
             page.wait_for_selector(".jp-InputPrompt:has-text('[1]:')")
     return page
+
+
+def start(page: Any, cell: Any) -> None:
+    """Run the cell; again where nothing came of it: JupyterLab loses a key that is pressed while it is still setting up."""
+    for _ in range(10):
+        cell.locator(".cm-content").click()
+        page.keyboard.press("Shift+Enter")
+        for _ in range(20):
+            page.wait_for_timeout(500)
+            if cell.locator(".jp-InputPrompt").inner_text().strip() not in ("", "[ ]:"):
+                return
+    raise AssertionError(f"the cell did not start: {cell.inner_text()}")
 
 
 INSIDE = """() => dispatchEvent(new Event('resize')) && [...document.querySelectorAll('.kvlab-card')].every(card => {
