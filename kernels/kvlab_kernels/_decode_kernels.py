@@ -11,7 +11,8 @@ Shapes inside a program (one batch row, one KV head, one range of tokens)::
 The cache is the *left* operand of both products. The few queries are then padded to 8 columns, not to 16 rows, and the codes
 go from shared memory to the registers of the tensor cores as 16-bit words, where they are unpacked two at a time.
 
-``K`` and ``V`` are :class:`kvlab_kernels.decode.Reading`: compile-time constants that say how a cache is read.
+``K`` and ``V`` are :class:`kvlab_kernels.decode.Reading`: compile-time constants that say how a cache is read. Where tokens lie in pages, a tile's
+page is looked up one tile ahead, in the block table of its batch row and head.
 """
 
 from __future__ import annotations
@@ -80,34 +81,77 @@ def unpack_asm(part, bits, lift, middle):
 
 
 @triton.jit
+def _float8(words, LANE: tl.constexpr, FORMAT: tl.constexpr):
+    """8-bit floats in byte LANE of each word, as float16: their bits are put where float16 has them, and e4m3's smaller bias is made up for."""
+    x = words.to(tl.int32) >> LANE * 8
+    if FORMAT == "e5m2":
+        return ((x & 255) << 8).to(tl.int16).to(tl.float16, bitcast=True)
+    else:
+        return (((x & 128) << 8) | ((x & 127) << 7)).to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+
+
+@triton.jit
 def _field(
-    words, X: tl.constexpr, PART: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, LIFT: tl.constexpr, MIDDLE: tl.constexpr
-):
-    """The values of one part of a tile, exact in DOT: codes as integers (lifted, or less MIDDLE), dense elements as they are."""
+    words, X: tl.constexpr, PART: tl.constexpr, FAST: tl.constexpr, DOT: tl.constexpr, LIFT: tl.constexpr, MIDDLE: tl.constexpr, levels, third,
+):  # fmt: skip
+    """The values of one part of a tile, exact in DOT: codes as integers (lifted, or less MIDDLE), their levels, dense elements as they are.
+
+    ``third``: for codes of three bits, where their third bits are: words, and how far a byte's first field is shifted in them.
+    """
     if X.kind == "dense":
         return words.to(DOT)
+    elif X.format == "e4m3" or X.format == "e5m2":
+        return _float8(words, PART % X.fields, X.format).to(DOT)
     elif FAST:
         asm: tl.constexpr = unpack_asm(PART, X.bits, LIFT, MIDDLE)
         return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        c = ((words.to(tl.int32) >> PART % X.fields * X.bits) & (2**X.bits - 1)).to(tl.float32)
+        c = (words.to(tl.int32) >> PART % X.fields * X.bits) & (2**X.bits - 1)
+        if X.third:
+            shift: tl.constexpr = PART % X.fields // 4 * 8 + PART % X.fields % 4 * 2  # the byte's place in its word, then two bits a field
+            c |= ((third[0].to(tl.int32) >> third[1] + shift) & 1) << 2
+        if X.format == "normal":
+            return tl.load(levels + c).to(DOT)
+        c = c.to(tl.float32)
         if lifted(PART, X.bits, LIFT):
             c = c * gain(PART, X.bits, LIFT) + 1024.0
         return (c - MIDDLE).to(DOT)
 
 
 @triton.jit
-def _words(base, n0, rows, ok, X: tl.constexpr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _page(pages, n0, rows, hi, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of the tile at ``n0``, or of each of its rows where a tile is more than a page; nothing where tokens lie one behind the other."""
+    if PAGE == 0:
+        return ()
+    elif PAGE % BLOCK_N == 0:
+        return (tl.load(pages + n0 // PAGE, mask=n0 < hi, other=0).to(tl.int64),)
+    else:
+        return (tl.load(pages + (n0 + rows) // PAGE, mask=n0 + rows < hi, other=0).to(tl.int64),)
+
+
+@triton.jit
+def _offsets(n0, rows, page, ROW: tl.constexpr, PAGE_ROW: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where a tile begins and where its rows are from there. The start is 64-bit, the way inside 32-bit: caches of more than 2**31 elements are real."""
+    if PAGE == 0:
+        return (n0 + tl.zeros([], tl.int64)) * ROW, rows * ROW
+    elif PAGE % BLOCK_N == 0:
+        return page[0] * PAGE_ROW + n0 % PAGE * ROW, rows * ROW
+    else:
+        return tl.zeros([], tl.int64), page[0] * PAGE_ROW + (n0 + rows) % PAGE * ROW
+
+
+@triton.jit
+def _words(base, n0, rows, ok, page, X: tl.constexpr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr):
     """One chunk of a tile: [BLOCK_N, X.padded], or [X.padded, BLOCK_N] if TRANSPOSED."""
     w = tl.arange(0, X.padded)
-    # The start of the tile is 64-bit, the way inside it 32-bit: caches of more than 2**31 elements are real.
-    tile = base + (n0 + tl.zeros([], tl.int64)) * X.row + CHUNK * X.width
+    start, inner = _offsets(n0, rows, page, X.row, X.page_row, X.page, BLOCK_N)
+    tile = base + start + CHUNK * X.width
     if TRANSPOSED:
-        at = tile + rows[None, :] * X.row + w[:, None]
+        at = tile + inner[None, :] + w[:, None]
         inside = (w < X.width)[:, None]
         good = ok[None, :]
     else:
-        at = tile + rows[:, None] * X.row + w[None, :]
+        at = tile + inner[:, None] + w[None, :]
         inside = (w < X.width)[None, :]
         good = ok[:, None]
     if X.width < X.padded:
@@ -116,13 +160,43 @@ def _words(base, n0, rows, ok, X: tl.constexpr, CHUNK: tl.constexpr, TRANSPOSED:
 
 
 @triton.jit
-def _per_token(base, n0, rows, ok, X: tl.constexpr, G: tl.constexpr):
-    """Column G of the scales or zeros of a tile's tokens, [BLOCK_N]."""
-    return tl.load(base + (n0 + rows).to(tl.int64) * X.scale_row + G, mask=ok, other=0.0)
+def _thirds(base, n0, rows, ok, page, X: tl.constexpr, CHUNK: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The third bits of one chunk, shaped as its words, and the shift of the first field's; nothing for other widths.
+
+    They follow the planes of two bits, in planes of eight fields: those of channel c lie in byte c % (D / 8), at bit c // (D / 8).
+    """
+    if not X.third:
+        return ()
+    half: tl.constexpr = X.plane // 2 // X.word
+    w = CHUNK * X.width + tl.arange(0, X.padded)
+    start, inner = _offsets(n0, rows, page, X.row, X.page_row, X.page, BLOCK_N)
+    at = base + start + X.plane // X.word
+    shift = tl.where(w < half, 0, 1)
+    inside = tl.arange(0, X.padded) < X.width
+    if TRANSPOSED:
+        return tl.load(at + inner[None, :] + (w % half)[:, None], mask=ok[None, :] & inside[:, None], other=0), shift[:, None]
+    else:
+        return tl.load(at + inner[:, None] + (w % half)[None, :], mask=ok[:, None] & inside[None, :], other=0), shift[None, :]
 
 
 @triton.jit
-def _fetch(n0, hi, rows, k_scale, k_zero, v_scale, v_zero, K: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr):
+def _per_token(base, n0, rows, ok, page, X: tl.constexpr, G: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Column G of the scales or zeros of a tile's tokens, [BLOCK_N]."""
+    start, inner = _offsets(n0, rows, page, X.scale_row, X.scale_page, X.page, BLOCK_N)
+    return tl.load(base + start + inner.to(tl.int64) + G, mask=ok, other=0.0)
+
+
+@triton.jit
+def _group_start(n0, page, K: tl.constexpr):
+    """Where the scales of the channel group of the tile at ``n0`` are; a tile lies within a group, and a group within a page."""
+    if K.page == 0:
+        return (n0 // K.group + tl.zeros([], tl.int64)) * K.scale_row
+    else:
+        return page[0] * K.scale_page + n0 % K.page // K.group * K.scale_row
+
+
+@triton.jit
+def _fetch(n0, hi, rows, page, k_scale, k_zero, v_scale, v_zero, K: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
     """The scales and zeros of the tile at ``n0``, asked for one tile ahead of their use."""
     K_PARTS: tl.constexpr = K.parts
     K_GROUPS: tl.constexpr = K.groups
@@ -134,28 +208,30 @@ def _fetch(n0, hi, rows, k_scale, k_zero, v_scale, v_zero, K: tl.constexpr, V: t
     ok = (rows * 0 + n0 if WHOLE else rows + n0) < hi
     if K.kind == "channel":
         w = tl.arange(0, K.padded)
-        row = k_scale + (n0 // K.group + tl.zeros([], tl.int64)) * K.scale_row
+        row = k_scale + _group_start(n0, page, K)
         for part in tl.static_range(K_PARTS):
             ks = ks + (tl.load(row + channel(K, part) + w * K.word, mask=(w < K.width) & (n0 < hi), other=0.0),)
     if K.kind == "token":
         for g in tl.static_range(K_GROUPS):
-            ks = ks + (_per_token(k_scale, n0, rows, ok, K, g),)
-            kz = kz + (_per_token(k_zero, n0, rows, ok, K, g),)
+            ks = ks + (_per_token(k_scale, n0, rows, ok, page, K, g, BLOCK_N),)
+            if K.zeros:
+                kz = kz + (_per_token(k_zero, n0, rows, ok, page, K, g, BLOCK_N),)
     if V.kind == "token":
         for g in tl.static_range(V_GROUPS):
-            vs = vs + (_per_token(v_scale, n0, rows, ok, V, g),)
-            vz = vz + (_per_token(v_zero, n0, rows, ok, V, g),)
+            vs = vs + (_per_token(v_scale, n0, rows, ok, page, V, g, BLOCK_N),)
+            if V.zeros:
+                vz = vz + (_per_token(v_zero, n0, rows, ok, page, V, g, BLOCK_N),)
     return ks, kz, vs, vz
 
 
 @triton.jit
-def _group_zeros(k_zero, group, K: tl.constexpr):
+def _group_zeros(k_zero, start, K: tl.constexpr):
     """The zeros of one channel group, a tensor a part. As pairs of float16, which are 32 bits and so come by asynchronous copies."""
     K_PLANES: tl.constexpr = K.fields // 2
     K_PARTS: tl.constexpr = K.parts
     w = tl.arange(0, K.padded)
     inside = w < K.width
-    base = k_zero + (group + tl.zeros([], tl.int64)) * K.scale_row
+    base = k_zero + start
     found = ()
     if K.pairs:
         pairs = ()
@@ -170,81 +246,134 @@ def _group_zeros(k_zero, group, K: tl.constexpr):
     return found
 
 
+@triton.constexpr_function
+def less(x):
+    """What keys' codes are taken from: the middle of their range where they have no zero points."""
+    return 0 if x.zeros else x.middle
+
+
+@triton.constexpr_function
+def partner(x, part):
+    """The part that is turned together with this one (RoPE's pairs are ``x.turn`` channels apart); itself if it is not turned; -1 for the second of a pair."""
+    c = channel(x, part)
+    if c >= 2 * x.turn:
+        return part
+    return -1 if c >= x.turn else [channel(x, other) for other in range(x.parts)].index(c + x.turn)
+
+
+@triton.jit
+def _key(n0, rows, ok, page, words, thirds, k_scale, k_zero, k_table, table_n, k_levels, ks, kz, zeros, K: tl.constexpr, PART: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    """One part of a tile's keys, rebuilt: float32 [BLOCK_N, W]."""
+    third = thirds[PART // K.fields] if K.third else ()
+    c = _field(words[PART // K.fields], K, PART, K.fast, K.dot, False, less(K), k_levels, third).to(tl.float32)
+    if K.kind == "channel":
+        c = c * ks[PART].to(tl.float32)[None, :]
+        if K.zeros:
+            c += zeros[PART].to(tl.float32)[None, :]
+    elif K.kind == "token":
+        c = c * ks[group_of(K, PART)].to(tl.float32)[:, None]
+        if K.zeros:
+            c += kz[group_of(K, PART)].to(tl.float32)[:, None]
+    elif K.kind == "rows":
+        # Groups that eviction has made uneven, or that no tile fits: every token looks up its own row of scales.
+        w = tl.arange(0, K.padded)
+        start = tl.zeros([], tl.int64)
+        if K.page:
+            start += page[0] * K.scale_page
+            row = (n0 + rows) % K.page // K.group
+        elif k_table is None:
+            row = (n0 + rows) // K.group
+        else:
+            row = tl.load(k_table + (n0 + rows).to(tl.int64) * table_n, mask=ok, other=0)
+        at = (start + row.to(tl.int64) * K.scale_row)[:, None] + (channel(K, PART) + w * K.word)[None, :]
+        good = ok[:, None] & (w < K.width)[None, :]
+        c = c * tl.load(k_scale + at, mask=good, other=0.0).to(tl.float32)
+        if K.zeros:
+            c += tl.load(k_zero + at, mask=good, other=0.0).to(tl.float32)
+    return c
+
+
 @triton.jit
 def _scores(
-    n0,
-    rows,
-    ok,
-    k,
-    k_scale,
-    k_zero,
-    k_table,
-    table_n,
-    q,
-    q_sum,
-    q_lift,
-    ks,
-    kz,
-    K: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    n0, rows, ok, page, k, k_scale, k_zero, k_table, table_n, k_levels, waves, places, place_n, place_first, q, q_sum, q_lift, ks, kz,
+    K: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """``K @ q`` for one tile, [BLOCK_N, M] float32, scales and zeros included."""
     K_CHUNKS: tl.constexpr = K.parts // K.fields
     KP: tl.constexpr = K.padded
     K_PARTS: tl.constexpr = K.parts
     K_GROUPS: tl.constexpr = K.groups
     words = ()
+    thirds = ()
     for c in tl.static_range(K_CHUNKS):
-        words = words + (_words(k, n0, rows, ok, K, c, False),)
+        words = words + (_words(k, n0, rows, ok, page, K, c, False, BLOCK_N),)
+        thirds = thirds + (_thirds(k, n0, rows, ok, page, K, c, False, BLOCK_N),)
+    zeros = ()
+    if K.kind == "channel" and K.zeros:
+        zeros = _group_zeros(k_zero, _group_start(n0, page, K), K)
     s = tl.zeros([BLOCK_N, M], tl.float32)
-    if K.kind == "channel":
+    if K.turn:
+        # Keys lie as they were before RoPE: rebuilt, each pair of channels is turned by its token's place.
+        w = tl.arange(0, K.padded)
+        place = rows + n0 + place_first
+        if places is not None:
+            place = tl.load(places + (n0 + rows).to(tl.int64) * place_n, mask=ok, other=0)
+        wave = waves + place.to(tl.int64)[:, None] * K.waves
+        good = ok[:, None] & (w < K.width)[None, :]
+        for part in tl.static_range(K_PARTS):
+            OTHER: tl.constexpr = partner(K, part)
+            if OTHER != -1:
+                one = _key(n0, rows, ok, page, words, thirds, k_scale, k_zero, k_table, table_n, k_levels, ks, kz, zeros, K, part, BLOCK_N)
+                if OTHER == part:
+                    s = tl.dot(one.to(K.dot), q[part], s, input_precision=PRECISION)
+                else:
+                    two = _key(n0, rows, ok, page, words, thirds, k_scale, k_zero, k_table, table_n, k_levels, ks, kz, zeros, K, OTHER, BLOCK_N)
+                    at = wave + (channel(K, part) + w * K.word)[None, :]
+                    cos = tl.load(at, mask=good, other=0.0).to(tl.float32)
+                    sin = tl.load(at + K.turn, mask=good, other=0.0).to(tl.float32)
+                    s = tl.dot((one * cos - two * sin).to(K.dot), q[part], s, input_precision=PRECISION)
+                    s = tl.dot((two * cos + one * sin).to(K.dot), q[OTHER], s, input_precision=PRECISION)
+    elif K.kind == "rows":
+        for part in tl.static_range(K_PARTS):
+            x = _key(n0, rows, ok, page, words, thirds, k_scale, k_zero, k_table, table_n, k_levels, ks, kz, zeros, K, part, BLOCK_N)
+            s = tl.dot(x.to(K.dot), q[part], s, input_precision=PRECISION)
+    elif K.kind == "channel":
         # sum_d q_d (scale_d c_d + zero_d): the scale goes into the query, the zero is one more row of keys, the same for the whole group.
-        zeros = _group_zeros(k_zero, n0 // K.group, K)
         z = tl.zeros([16, M], tl.float32)
         for part in tl.static_range(K_PARTS):
-            c = _field(words[part // K.fields], K, part, K.fast, K.dot, K.lift, 0)
+            third = thirds[part // K.fields] if K.third else ()
+            c = _field(words[part // K.fields], K, part, K.fast, K.dot, K.lift, less(K), k_levels, third)
             scaled = q[part] * ks[part].to(K.dot)[:, None]
             if lifted(part, K.bits, K.lift):
                 scaled *= 1.0 / gain(part, K.bits, K.lift)
                 z = tl.dot(tl.full([16, KP], -1024.0, K.dot), scaled, z)
             s = tl.dot(c, scaled, s, input_precision=PRECISION)
-            z = tl.dot(tl.broadcast_to(zeros[part].to(K.dot)[None, :], [16, KP]), q[part], z, input_precision=PRECISION)
-        s += tl.max(z, 0)[None, :]
-    elif K.kind == "rows":
-        # Groups that eviction has made uneven: every token looks up its own row of scales.
-        w = tl.arange(0, K.padded)
-        if k_table is None:
-            row = (n0 + rows) // K.group
-        else:
-            row = tl.load(k_table + (n0 + rows).to(tl.int64) * table_n, mask=ok, other=0)
-        good = ok[:, None] & (w < K.width)[None, :]
-        for part in tl.static_range(K_PARTS):
-            at = row.to(tl.int64)[:, None] * K.scale_row + (channel(K, part) + w * K.word)[None, :]
-            scale = tl.load(k_scale + at, mask=good, other=0.0).to(tl.float32)
-            zero = tl.load(k_zero + at, mask=good, other=0.0).to(tl.float32)
-            c = _field(words[part // K.fields], K, part, False, tl.float32, False, 0)
-            s = tl.dot((c * scale + zero).to(K.dot), q[part], s, input_precision=PRECISION)
+            if K.zeros:
+                z = tl.dot(tl.broadcast_to(zeros[part].to(K.dot)[None, :], [16, KP]), q[part], z, input_precision=PRECISION)
+        if K.zeros:
+            s += tl.max(z, 0)[None, :]
     elif K.kind == "token":
         for g in tl.static_range(K_GROUPS):
             d = tl.zeros([BLOCK_N, M], tl.float32) - q_lift[g][None, :]
             for part in tl.static_range(K_PARTS):
                 if group_of(K, part) == g:
-                    c = _field(words[part // K.fields], K, part, K.fast, K.dot, K.lift, 0)
+                    third = thirds[part // K.fields] if K.third else ()
+                    c = _field(words[part // K.fields], K, part, K.fast, K.dot, K.lift, less(K), k_levels, third)
                     d = tl.dot(c, q[part] * (1.0 / gain(part, K.bits, K.lift)), d, input_precision=PRECISION)
-            s += d * ks[g].to(tl.float32)[:, None] + kz[g].to(tl.float32)[:, None] * q_sum[g][None, :]
+            s += d * ks[g].to(tl.float32)[:, None]
+            if K.zeros:
+                s += kz[g].to(tl.float32)[:, None] * q_sum[g][None, :]
     else:
-        s = tl.dot(_field(words[0], K, 0, False, K.dot, False, 0), q[0], s, input_precision=PRECISION)
+        s = tl.dot(words[0].to(K.dot), q[0], s, input_precision=PRECISION)
     return s
 
 
 @triton.jit
-def _values(n0, rows, ok, v, p, alpha, acc, z, e, vs, vz, V: tl.constexpr):
+def _values(n0, rows, ok, page, v, v_levels, p, alpha, acc, z, e, vs, vz, V: tl.constexpr, BLOCK_N: tl.constexpr):
     """Add one tile's ``V.T @ p`` to what came before, ``acc`` and ``z``, which first shrink by ``alpha``."""
     V_GROUPS: tl.constexpr = V.groups
     V_CHUNKS: tl.constexpr = V.parts // V.fields
     V_PARTS: tl.constexpr = V.parts
-    MIDDLE: tl.constexpr = 2 ** (V.bits - 1)
     weights = ()
     shrink = alpha
     if V.kind == "dense":
@@ -264,26 +393,31 @@ def _values(n0, rows, ok, v, p, alpha, acc, z, e, vs, vz, V: tl.constexpr):
         for g in tl.static_range(V_GROUPS):
             # Codes are taken from the middle of their range, whose value is in z: so their sums stay small and keep their digits.
             scale = vs[g].to(tl.float32)
-            middle = vz[g].to(tl.float32) + scale * MIDDLE
-            new_z = new_z + (z[g] * alpha + tl.sum(p * middle[:, None], 0),)
+            if V.zeros:
+                middle = vz[g].to(tl.float32) + scale * V.middle
+                new_z = new_z + (z[g] * alpha + tl.sum(p * middle[:, None], 0),)
             weights = weights + ((p * (scale * inverse)[:, None]).to(V.dot),)
         z = new_z
     words = ()
+    thirds = ()
     for c in tl.static_range(V_CHUNKS):
-        words = words + (_words(v, n0, rows, ok, V, c, True),)
+        words = words + (_words(v, n0, rows, ok, page, V, c, True, BLOCK_N),)
+        thirds = thirds + (_thirds(v, n0, rows, ok, page, V, c, True, BLOCK_N),)
     new_acc = ()
     for part in tl.static_range(V_PARTS):
-        c = _field(words[part // V.fields], V, part, V.fast, V.dot, False, MIDDLE)
+        third = thirds[part // V.fields] if V.third else ()
+        c = _field(words[part // V.fields], V, part, V.fast, V.dot, False, V.middle, v_levels, third)
         new_acc = new_acc + (tl.dot(c, weights[group_of(V, part)], acc[part] * shrink[None, :], input_precision=PRECISION),)
     return new_acc, z, e
 
 
 @triton.jit
 def _attend(
-    lo, hi, k, v, k_scale, k_zero, k_table, table_n, v_scale, v_zero, bias, bias_n, cap, scaling, q_base, live, out, lse,
+    lo, hi, first, pages, k, v, k_scale, k_zero, k_table, table_n, k_levels, v_scale, v_zero, v_levels, waves, places, place_n, place_first,
+    bias, bias_n, cap, scaling, q_base, live, out, lse,
     K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Attention over the tokens ``lo .. hi``, normalised, with its log2-sum-exp, written to ``out`` [M] rows and ``lse`` [M].
+    """Attention over the tokens ``lo .. hi``, those before ``first`` (or None) apart, normalised, with its log2-sum-exp, written to ``out`` [M] rows and ``lse`` [M].
 
     WHOLE: ``hi - lo`` is a multiple of BLOCK_N, so no tile needs masks.
     """
@@ -335,18 +469,23 @@ def _attend(
     for _ in tl.static_range(V_PARTS):
         acc = acc + (tl.zeros([VP, M], tl.float32),)
     z = ()
-    if V.kind == "token":
+    if V.kind == "token" and V.zeros:
         for _ in tl.static_range(V_GROUPS):
             z = z + (tl.zeros([M], tl.float32),)
 
-    ks, kz, vs, vz = _fetch(lo, hi, rows, k_scale, k_zero, v_scale, v_zero, K, V, WHOLE)
+    page = _page(pages, lo, rows, hi, K.page, BLOCK_N)
+    ks, kz, vs, vz = _fetch(lo, hi, rows, page, k_scale, k_zero, v_scale, v_zero, K, V, WHOLE, BLOCK_N)
     for n0 in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
-        ks1, kz1, vs1, vz1 = _fetch(n0 + BLOCK_N, hi, rows, k_scale, k_zero, v_scale, v_zero, K, V, WHOLE)
+        page1 = _page(pages, n0 + BLOCK_N, rows, hi, K.page, BLOCK_N)
+        ks1, kz1, vs1, vz1 = _fetch(n0 + BLOCK_N, hi, rows, page1, k_scale, k_zero, v_scale, v_zero, K, V, WHOLE, BLOCK_N)
         if WHOLE:
             ok = tl.full([BLOCK_N], 1, tl.int1)  # known to the compiler, which drops the masks
         else:
             ok = n0 + rows < hi
-        s = _scores(n0, rows, ok, k, k_scale, k_zero, k_table, table_n, q, q_sum, q_lift, ks, kz, K, M, BLOCK_N)
+            if first is not None:
+                ok = ok & (n0 + rows >= first)
+        s = _scores(n0, rows, ok, page, k, k_scale, k_zero, k_table, table_n, k_levels, waves, places, place_n, place_first, q, q_sum, q_lift, ks, kz,
+                    K, M, BLOCK_N)  # fmt: skip
         s = s * unit[None, :]
         if SOFTCAP:
             t = tl.exp2(tl.abs(s) * (-2.0 * LOG2E / cap))
@@ -360,8 +499,9 @@ def _attend(
         alpha = tl.exp2(m - m_safe)
         l = l * alpha + tl.sum(p, 0)
         m = m_new
-        acc, z, e = _values(n0, rows, ok, v, p, alpha, acc, z, e, vs, vz, V)
+        acc, z, e = _values(n0, rows, ok, page, v, v_levels, p, alpha, acc, z, e, vs, vz, V, BLOCK_N)
         ks, kz, vs, vz = ks1, kz1, vs1, vz1
+        page = page1
 
     r = tl.where(l > 0, 1.0, 0.0) / tl.where(l > 0, l, 1.0)
     unit_v = 1.0
@@ -370,7 +510,7 @@ def _attend(
     w = tl.arange(0, V.padded)
     for part in tl.static_range(V_PARTS):
         x = acc[part] * unit_v
-        if V.kind == "token":
+        if V.kind == "token" and V.zeros:
             x += z[group_of(V, part)][None, :]
         tl.store(
             out[None, :] + (channel(V, part) + w * V.word)[:, None], x * r[None, :], mask=live[None, :] & (w < V.width)[:, None]
@@ -381,20 +521,24 @@ def _attend(
 # Numbers that change from step to step, and strides whose alignment ``Reading.align`` tells, are not specialized on: neither their being 1
 # nor their being a multiple of 16 compiles the kernel again.
 INTEGERS = """n tail_n split_tiles splits parts kv_heads rows_m q_b q_h q_n k_b k_h v_b v_h ks_b ks_h table_b table_h table_n vs_b vs_h
-tk_b tk_h tv_b tv_h bias_b bias_h bias_q bias_n bias_tail""".split()  # noqa: SIM905
+tk_b tk_h tv_b tv_h bias_b bias_h bias_q bias_n bias_tail pages_b pages_h length_b length_h start_b start_h place_b place_h place_n
+place_first""".split()  # noqa: SIM905
 
 
 @triton.jit(do_not_specialize=INTEGERS)
 def decode_split(
-    q, k, k_scale, k_zero, k_table, v, v_scale, v_zero, tail_k, tail_v, bias, length, part_out, part_lse, scaling, cap,
+    q, k, k_scale, k_zero, k_table, k_levels, v, v_scale, v_zero, v_levels, tail_k, tail_v, bias, pages, length, start, waves, places,
+    part_out, part_lse, scaling, cap,
     n, tail_n, split_tiles, splits, parts, kv_heads, rows_m, q_b, q_h, q_n, k_b, k_h, v_b, v_h, ks_b, ks_h, table_b, table_h, table_n,
-    vs_b, vs_h, tk_b, tk_h, tv_b, tv_h, bias_b, bias_h, bias_q, bias_n, bias_tail,
+    vs_b, vs_h, tk_b, tk_h, tv_b, tv_h, bias_b, bias_h, bias_q, bias_n, bias_tail, pages_b, pages_h, length_b, length_h, start_b, start_h,
+    place_b, place_h, place_n, place_first,
     K: tl.constexpr, V: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, M: tl.constexpr,
     BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Partial attention of one KV head over one split of its tokens; the last split of all is the dense tail.
 
-    Batch and head strides of k, v and the tail come divided by their ``align``, so that the compiler knows how far they are aligned.
+    Batch and head strides of k, v and the tail come divided by their ``align``, so that the compiler knows how far they are aligned. Where tokens lie
+    in pages, batch strides of k, v and their scales are 0: the block table ``pages`` has a row for each.
     """
     blocks = tl.cdiv(rows_m, M)
     bh = tl.program_id(0) // blocks
@@ -413,27 +557,37 @@ def decode_split(
         tail_bias = bias + (bias_tail + tl.zeros([], tl.int64)) * bias_n
     if split < splits:
         end = n
+        first = None
         if length is not None:
-            end = tl.minimum(n, tl.load(length + b).to(tl.int32))
+            end = tl.minimum(n, tl.load(length + b * length_b + h * length_h).to(tl.int32))
         lo = split * split_tiles * BLOCK_N
         hi = tl.maximum(tl.minimum(lo + split_tiles * BLOCK_N, end), lo)
+        if start is not None:
+            first = tl.load(start + b * start_b + h * start_h).to(tl.int32)
+            lo = tl.minimum(tl.maximum(lo, tl.maximum(first, 0) // BLOCK_N * BLOCK_N), hi)  # tiles that nobody sees are not read
         if K.kind != "dense":
             k_scale = k_scale + b * ks_b + h * ks_h
+        if K.zeros:
             k_zero = k_zero + b * ks_b + h * ks_h
         if k_table is not None:
             k_table = k_table + b * table_b + h * table_h
         if V.kind != "dense":
             v_scale = v_scale + b * vs_b + h * vs_h
+        if V.zeros:
             v_zero = v_zero + b * vs_b + h * vs_h
+        if pages is not None:
+            pages = pages + b * pages_b + h * pages_h
+        if places is not None:
+            places = places + b * place_b + h * place_h
         k = k + (b * k_b + h * k_h) * K.align
         v = v + (b * v_b + h * v_h) * V.align
-        _attend(lo, hi, k, v, k_scale, k_zero, k_table, table_n, v_scale, v_zero, bias, bias_n, cap, scaling, q_base, live, out, lse,
-                K, V, M, BLOCK_N, STAGES, SOFTCAP, WHOLE)  # fmt: skip
+        _attend(lo, hi, first, pages, k, v, k_scale, k_zero, k_table, table_n, k_levels, v_scale, v_zero, v_levels, waves, places, place_n, place_first,
+                bias, bias_n, cap, scaling, q_base, live, out, lse, K, V, M, BLOCK_N, STAGES, SOFTCAP, WHOLE)  # fmt: skip
     elif TK is not None:
         tail_k = tail_k + (b * tk_b + h * tk_h) * TK.align
         tail_v = tail_v + (b * tv_b + h * tv_h) * TV.align
-        _attend(0, tail_n, tail_k, tail_v, None, None, None, 0, None, None, tail_bias, bias_n, cap, scaling, q_base, live, out, lse,
-                TK, TV, M, BLOCK_N, 1, SOFTCAP, False)  # fmt: skip
+        _attend(0, tail_n, None, None, tail_k, tail_v, None, None, None, 0, None, None, None, None, None, None, 0, 0,
+                tail_bias, bias_n, cap, scaling, q_base, live, out, lse, TK, TV, M, BLOCK_N, 1, SOFTCAP, False)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["parts", "heads", "queries"])

@@ -19,7 +19,7 @@ import os
 import torch
 from torch import Tensor
 
-from .layout import Codes
+from .layout import Codes, Places
 
 MAX_ROWS = 16  # query rows a KV head; more are a matrix product that a BLAS does better
 SMALL = 1 << 17  # numbers read; below it waking a second thread costs more than it saves
@@ -37,19 +37,6 @@ def serves(rows: Tensor, x: Tensor | Codes) -> bool:
     kind = isinstance(x, Codes) or x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     dim = x.head_dim if isinstance(x, Codes) else x.shape[-1]
     return rows.shape[2] <= MAX_ROWS and codes.device.type == "cpu" and kind and dim % 8 == 0 and available()
-
-
-@dataclasses.dataclass(frozen=True)
-class Places:
-    """Where keys stand that are turned by their place before the product (RoPE, halves of the first R channels as pairs).
-
-    ``waves``: float32 ``[P, R]``, the cosines of a place and then the sines. ``columns``: int32 ``[1 or B, 1 or H, N]``, each key's place; None: ``start``,
-    ``start + 1``, ...
-    """
-
-    waves: Tensor
-    columns: Tensor | None = None
-    start: int = 0
 
 
 def score(query: Tensor, keys: Tensor | Codes, places: Places | None = None) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import launch
-from .layout import BITS, Codes
+from .layout import FLOATS, WIDTHS, Codes, Places, normal_levels
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_QUERIES = 16
@@ -28,7 +28,8 @@ class Reading:
     """How a cache is read: the compile-time constants of one side of the kernel. Everything counts in words unless it says otherwise."""
 
     kind: str  # "dense", "channel" (key scale folded into the query), "rows" (looked up per token), "token" (per token, along the head dim)
-    bits: int  # of a code; 8 for dense
+    format: str  # "dense", or that of the codes
+    bits: int  # of a field of a byte; 8 for dense, 2 for codes of three bits, whose third bits lie behind
     word: int  # bytes of codes in a word; 1 for dense, whose word is an element
     fields: int  # codes in a word
     parts: int  # fields x chunks
@@ -46,6 +47,14 @@ class Reading:
     fast: bool  # unpacked two at a time by machine instructions
     lift: bool  # may be multiplied before the offset of unpacking is taken off
     pairs: bool  # zeros of neighbouring channels may be loaded two at a time
+    zeros: bool  # codes have zero points
+    middle: int  # of the range of integer codes, from which values (and keys without zero points) are taken; else 0
+    third: bool  # codes of three bits
+    page: int  # tokens of a page; 0 where they lie one behind the other
+    page_row: int  # stride of a page
+    scale_page: int  # elements from the scales of one page to the next
+    turn: int  # half of the channels that are turned by the token's place when read; 0: none
+    waves: int  # elements from one place's cosines and sines to the next
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,9 @@ class Side:
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Batch and head strides in units of ``align``."""
-        return self.words.stride(0) // self.reading.align, self.words.stride(1) // self.reading.align
+        """Batch and head strides in units of ``align``; rows of a batch share the pages."""
+        batch = 0 if self.reading.page else self.words.stride(0) // self.reading.align
+        return batch, self.words.stride(1) // self.reading.align
 
     @property
     def scales(self) -> tuple[Tensor | None, Tensor | None]:
@@ -67,7 +77,9 @@ class Side:
 
     @property
     def scale_strides(self) -> tuple[int, int]:
-        return (0, 0) if self.codes is None else (self.codes.scale.stride(0), self.codes.scale.stride(1))
+        if self.codes is None:
+            return 0, 0
+        return 0 if self.reading.page else self.codes.scale.stride(0), self.codes.scale.stride(1)
 
 
 def decode_attention(
@@ -80,8 +92,10 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     length: int | Tensor | None = None,
+    start: int | Tensor | None = None,
     residual_k: Tensor | None = None,
     residual_v: Tensor | None = None,
+    places: Places | None = None,
     splits: int | None = None,
     settings: launch.Settings | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -94,7 +108,9 @@ def decode_attention(
     ``bias``: float ``[B or 1, Hk or 1, Q or 1, N + R]``, added to the scores; ``-inf`` hides a token. Padding, windows, causality, kept columns
     and the log counts of merged tokens come this way.
     ``softcap``: scores become ``softcap * tanh(score / softcap)`` before the bias. ``sinks``: ``[Hq]``, logits that join the denominator only.
-    ``length``: how many of the ``N`` tokens count, an int or an integer tensor ``[B]`` (values beyond ``N`` count as ``N``).
+    ``length``: how many of the ``N`` tokens count, an int or an integer tensor ``[B]`` or ``[B, Hk]`` (values beyond ``N`` count as ``N``).
+    ``start``: the first token that counts, likewise (0): padding on the left, a window, a head that holds fewer. What is left out is not read.
+    ``places``: keys ``k`` lie as they were before RoPE and are turned in registers by where they stand; residual keys are not.
     ``splits``: how many parts the ``N`` tokens are cut into; by default what fills the device.
 
     ``out``: ``[B, Hq, Q, D]`` in q's dtype; ``lse``: float32 ``[B, Hq, Q]``, the natural log of the denominator, a sink included.
@@ -103,15 +119,52 @@ def decode_attention(
     With 16-bit queries codes are multiplied in float16 (they are exact there; queries and scales are brought into its range first)
     and summed in float32. Raises ValueError, naming what was given and what is allowed.
     """
+    return _run(q, k, v, None, scaling=scaling, bias=bias, softcap=softcap, sinks=sinks, length=length, start=start, residual_k=residual_k,
+                residual_v=residual_v, places=places, splits=splits, settings=settings)  # fmt: skip
+
+
+def paged_decode_attention(
+    q: Tensor,
+    k: Tensor | Codes,
+    v: Tensor | Codes,
+    table: Tensor,
+    *,
+    scaling: float,
+    length: int | Tensor,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    start: int | Tensor | None = None,
+    residual_k: Tensor | None = None,
+    residual_v: Tensor | None = None,
+    places: Places | None = None,
+    splits: int | None = None,
+    settings: launch.Settings | None = None,
+) -> tuple[Tensor, Tensor]:
+    """:func:`decode_attention` over tokens that lie in pages (PagedAttention, arXiv 2309.06180), of any lengths in one launch.
+
+    ``k``, ``v``: dense ``[P, Hk, page, D]`` or Codes of that shape, a pool of ``P`` pages that all rows of the batch share; a view of vLLM's
+    ``[P, page, Hk, D]`` will do. Channel groups divide the page. Pages of one head each are ``[P, 1, page, D]`` with as many heads by ``expand``.
+    ``table``: int32 ``[B, Hk or 1, M]``: token ``n`` of a row (and head) is row ``n % page`` of page ``table[b, h, n // page]``. Entries for tokens that do
+    not count are not read. ``length``: tokens that count, as there; so ``N`` is ``M * page``. Everything else as there, ValueErrors too.
+    """
+    if table.ndim != 3 or table.dtype != torch.int32:
+        raise ValueError(f"table is {table.dtype} {list(table.shape)}, must be int32 [B, Hk or 1, M]")
+    return _run(q, k, v, table, scaling=scaling, bias=bias, softcap=softcap, sinks=sinks, length=length, start=start, residual_k=residual_k,
+                residual_v=residual_v, places=places, splits=splits, settings=settings)  # fmt: skip
+
+
+def _run(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, table: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
     launch.require_triton()
+    places = options["places"]
+    more = (places.waves, places.columns) if places is not None else ()
+    names = ("length", "start", "bias", "sinks", "residual_k", "residual_v")
     device = launch.check_device(
-        q, *_tensors(k), *_tensors(v), residual_k, residual_v, bias, sinks, length if isinstance(length, Tensor) else None
+        q, *_tensors(k), *_tensors(v), table, *more, *(options[name] for name in names if isinstance(options[name], Tensor))
     )
     from . import _decode_kernels as kernels
 
-    work = plan(
-        q, k, v, scaling, bias, softcap, sinks, length, residual_k, residual_v, splits, settings, device, launch.interpreting()
-    )
+    work = plan(q, k, v, table=table, device=device, interpreted=launch.interpreting(), **options)
     if work.out.numel():
         kernels.decode_split[work.split_grid](*work.split_args, **work.split_constants, **work.options)
         kernels.decode_merge[work.merge_grid](*work.merge_args, **work.merge_constants, num_warps=2)
@@ -142,19 +195,35 @@ def plan(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     length: int | Tensor | None = None,
+    start: int | Tensor | None = None,
     residual_k: Tensor | None = None,
     residual_v: Tensor | None = None,
+    places: Places | None = None,
     splits: int | None = None,
     settings: launch.Settings | None = None,
+    table: Tensor | None = None,
     device: torch.device | None = None,
     interpreted: bool = False,
 ) -> Plan:
-    """Check the arguments of :func:`decode_attention` and lay out its launches. ``device``: whose settings to take, by default q's."""
+    """Check the arguments of :func:`decode_attention` (with a ``table``, of :func:`paged_decode_attention`) and lay out its launches.
+
+    ``device``: whose settings to take, by default q's.
+    """
     device = device or q.device
     batch, heads, queries, dim = _check_query(q)
     q = q if q.stride(3) == 1 else q.contiguous()
-    key, value = _side("k", k, q, interpreted), _side("v", v, q, interpreted)
+    paged = table is not None
+    key = _side("k", k, q, interpreted, paged, _turned(places, dim))
+    value = _side("v", v, q, interpreted, paged)
     kv_heads, n = key.words.shape[1:3]
+    if table is not None:
+        if n < 1:
+            raise ValueError("k has pages of 0 tokens, must be 1 or more")
+        if table.shape[0] != batch or table.shape[1] not in (1, kv_heads):
+            raise ValueError(f"table is {list(table.shape)}, must be [{batch}, {kv_heads} or 1, M]")
+        n *= table.shape[2]
+        table = table.expand(batch, kv_heads, -1)
+        table = table if table.stride(2) == 1 else table.contiguous()
     _check_pair("k", key, "v", value)
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads, k has {kv_heads}: the first must be a multiple of the second")
@@ -179,7 +248,11 @@ def plan(
     if splits is not None and splits < 1:
         raise ValueError(f"splits={splits} must be at least 1")
     bias = _check_bias(bias, batch, kv_heads, queries, n + tail_n)
-    length, counted = _check_length(length, batch, n)
+    length, counted = _check_length("length", length, batch, kv_heads, n)
+    start, begins = _check_length("start", 0 if start is None else start, batch, kv_heads, n)
+    if start is None and begins:
+        start = torch.full((1, 1), begins, dtype=torch.int32, device=q.device).expand(batch, kv_heads)
+    stands = _check_places(places, batch, kv_heads, n)
 
     rows = heads // kv_heads * queries
     columns = min(MAX_COLUMNS, max(8, _power_of_2(rows)))
@@ -192,24 +265,31 @@ def plan(
     if splits is None:
         splits = launch.splits(device, batch * kv_heads * blocks, counted, settings)
     split_tiles = -(-max(counted, 1) // (splits * block_n))
+    levels = [_levels(x.codes, q.device) for x in (key, value)]
     parts = splits + (tail_k is not None)
 
     part_out = torch.empty((batch * heads * queries, parts, dim), dtype=torch.float32, device=q.device)
     part_lse = torch.empty((batch * heads * queries, parts), dtype=torch.float32, device=q.device)
     out = torch.empty((batch, heads, queries, dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
-    table = key.codes.group if key.codes is not None else None
+    group = key.codes.group if key.codes is not None else None
+
+    def pair(x: Tensor | None) -> tuple[int, ...]:
+        return x.stride()[:2] if x is not None else (0, 0)
+
     split_args = (
-        q, key.words, *key.scales, table, value.words, *value.scales, tail_k.words if tail_k else None, tail_v.words if tail_v else None,
-        bias, length, part_out, part_lse, float(scaling), float(softcap or 1.0),
+        q, key.words, *key.scales, group, levels[0], value.words, *value.scales, levels[1], tail_k.words if tail_k else None,
+        tail_v.words if tail_v else None, bias, table, length, start, places.waves if places is not None else None, stands,
+        part_out, part_lse, float(scaling), float(softcap or 1.0),
         counted, tail_n, split_tiles, splits, parts, kv_heads, rows, *q.stride()[:3], *key.strides, *value.strides,
-        *key.scale_strides, *(table.stride() if table is not None else (0, 0, 0)), *value.scale_strides,
+        *key.scale_strides, *(group.stride() if group is not None else (0, 0, 0)), *value.scale_strides,
         *(tail_k.strides if tail_k else (0, 0)), *(tail_v.strides if tail_v else (0, 0)), *(bias.stride() if bias is not None else (0, 0, 0, 0)), n,
+        *pair(table), *pair(length), *pair(start), *(stands.stride() if stands is not None else (0, 0, 0)), places.start if places is not None else 0,
     )  # fmt: skip
     split_constants: dict[str, object] = dict(
         K=key.reading, V=value.reading, TK=tail_k.reading if tail_k else None, TV=tail_v.reading if tail_v else None,
         D=dim, Q=queries, M=columns, BLOCK_N=block_n, STAGES=settings.num_stages, SOFTCAP=softcap is not None,
-        WHOLE=length is None and counted % block_n == 0,
+        WHOLE=length is None and start is None and counted % block_n == 0,
     )  # fmt: skip
     block_p, block_d = min(32, max(2, _power_of_2(parts))), min(64, _power_of_2(dim))
     return Plan(
@@ -229,7 +309,47 @@ def _settings(device: torch.device, key: Side, value: Side, columns: int, dim: i
     bits = min(side.reading.bits if side.codes is not None else 16 for side in (key, value))
     if any(side.reading.dot.primitive_bitwidth == 32 for side in (key, value)):
         bits = 32
-    return launch.settings(device, bits, dim, columns, extras, key.reading.kind == "rows")
+    rebuilt = key.reading.kind == "rows" or key.reading.turn > 0
+    unusual = any(side.reading.third or side.reading.format == "normal" for side in (key, value))
+    return launch.settings(device, bits, dim, columns, extras or key.reading.page > 0 or unusual, rebuilt)
+
+
+def _turned(places: Places | None, dim: int) -> tuple[int, int]:
+    """Half of the channels that are turned, and the stride of a place's cosines and sines."""
+    if places is None:
+        return 0, 0
+    waves = places.waves
+    if waves.ndim != 2 or waves.dtype != torch.float32 or waves.shape[1] % 2 or not 2 <= waves.shape[1] <= dim or waves.stride(1) != 1:
+        raise ValueError(
+            f"places.waves is {waves.dtype} {list(waves.shape)}, must be float32 [P, R], its rows contiguous, R even and 2 to the head dim, {dim}"
+        )
+    return waves.shape[1] // 2, waves.stride(0)
+
+
+def _check_places(places: Places | None, batch: int, kv_heads: int, n: int) -> Tensor | None:
+    if places is None:
+        return None
+    columns = places.columns
+    if columns is None:
+        if places.start < 0 or places.start + n > len(places.waves):
+            raise ValueError(f"places.start={places.start} with {n} tokens needs waves for each, there are {len(places.waves)}")
+        return None
+    allowed = ({1, batch}, {1, kv_heads}, {n})
+    if columns.ndim != 3 or columns.dtype != torch.int32 or any(size not in ok for size, ok in zip(columns.shape, allowed)):
+        raise ValueError(f"places.columns is {columns.dtype} {list(columns.shape)}, must be int32 [1 or {batch}, 1 or {kv_heads}, {n}]")
+    return columns.expand(batch, kv_heads, n)
+
+
+_LEVELS: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def _levels(x: Codes | None, device: torch.device) -> Tensor | None:
+    """The levels that codes of format "normal" number; kept, so that no step copies them to the device again."""
+    if x is None or x.format != "normal":
+        return None
+    if (x.bits, device) not in _LEVELS:
+        _LEVELS[x.bits, device] = torch.tensor(normal_levels(x.bits), device=device)
+    return _LEVELS[x.bits, device]
 
 
 def _power_of_2(n: int) -> int:
@@ -271,25 +391,28 @@ def _check_bias(bias: Tensor | None, batch: int, kv_heads: int, queries: int, to
     return bias.expand(batch, kv_heads, queries, tokens)
 
 
-def _check_length(length: int | Tensor | None, batch: int, n: int) -> tuple[Tensor | None, int]:
-    """-> (per-row lengths or None, the most tokens that can count)."""
+def _check_length(name: str, length: int | Tensor | None, batch: int, kv_heads: int, n: int) -> tuple[Tensor | None, int]:
+    """-> (a number for each row and head, or None; the number for all, or the most there can be)."""
     if isinstance(length, Tensor):
-        if tuple(length.shape) != (batch,) or length.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"length is {length.dtype} {list(length.shape)}, must be int32 or int64 [{batch}]")
-        return length.contiguous(), n
+        if tuple(length.shape) not in ((batch,), (batch, kv_heads)) or length.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{name} is {length.dtype} {list(length.shape)}, must be int32 or int64 [{batch}] or [{batch}, {kv_heads}]"
+            )
+        return (length[:, None] if length.ndim == 1 else length).expand(batch, kv_heads), n
     if length is None:
         return None, n
     if not 0 <= length <= n:
-        raise ValueError(f"length={length} must be 0 to {n}, the tokens in k")
+        raise ValueError(f"{name}={length} must be 0 to {n}, the tokens in k")
     return None, int(length)
 
 
-def _side(name: str, x: Tensor | Codes, q: Tensor, interpreted: bool) -> Side:
-    """Check keys or values and say how the kernel shall read them."""
-    batch, _, _, dim = q.shape
+def _side(name: str, x: Tensor | Codes, q: Tensor, interpreted: bool, paged: bool = False, turn: tuple[int, int] = (0, 0)) -> Side:
+    """Check keys or values and say how the kernel shall read them. ``turn``: see :func:`_turned`."""
+    dim = q.shape[3]
+    batch = (x if isinstance(x, Tensor) else x.codes).shape[0] if paged else q.shape[0]
     if isinstance(x, Tensor):
         if x.ndim != 4 or x.shape[0] != batch or x.shape[3] != dim:
-            raise ValueError(f"{name} has shape {list(x.shape)}, must be [{batch}, Hk, N, {dim}]")
+            raise ValueError(f"{name} has shape {list(x.shape)}, must be [{'P' if paged else batch}, Hk, {'page' if paged else 'N'}, {dim}]")
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} is {x.dtype}, must be float32, float16, bfloat16 or Codes")
         if dim > 1 and x.stride(3) != 1:
@@ -297,41 +420,50 @@ def _side(name: str, x: Tensor | Codes, q: Tensor, interpreted: bool) -> Side:
         dot = x.dtype if x.dtype == q.dtype else torch.float32
         if interpreted and dot == torch.bfloat16:
             dot = torch.float32  # the interpreter multiplies bfloat16 bit patterns
-        return Side(x, _reading(x, "dense", 8, 1, dim, dim, dim, 0, dot))
+        return Side(x, _reading(x, None, "dense", 1, dim, gcd(dim, turn[0]), dot, paged, turn))
 
-    zero = _check_codes(name, x, batch, dim)
+    _check_codes(name, x, batch, dim, paged)
     dot = torch.float32 if q.dtype == torch.float32 else torch.float16
-    plane = dim * x.bits // 8
-    kind, chunk = x.axis, plane
+    plane = dim * (2 if x.bits == 3 else x.bits) // 8
+    kind, chunk = x.axis, gcd(plane, turn[0])
     if x.axis == "token":
-        chunk = gcd(plane, x.group_size)
+        chunk = gcd(chunk, x.group_size)
     elif name == "v":
         raise ValueError("v has axis='channel', must be 'token'")
     elif x.group is not None or x.group_size & -x.group_size < 16:
         kind = "rows"
     words, word = x.codes, 1
-    if chunk % 2 == 0 and _even(x.codes):
+    if chunk % 2 == 0 and _even(x.codes) and (x.bits != 3 or plane % 4 == 0):
         words, word = x.codes.view(torch.int16), 2
     half = dot == torch.float16
-    pairs = kind == "channel" and word == 2 and zero.dtype == torch.float16 and _even(zero)
-    reading = _reading(words, kind, x.bits, word, dim, chunk, x.group_size, x.scale.stride(2), dot)
+    plain = x.format == "int" and x.bits != 3  # what machine instructions unpack
+    pairs = kind == "channel" and word == 2 and x.zero is not None and x.zero.dtype == torch.float16 and _even(x.zero) and not turn[0]
+    reading = _reading(words, x, kind, word, dim, chunk, dot, paged, turn)
+    fast = half and plain and word == 2
     return Side(
-        words, replace(reading, half=half, fast=half and word == 2 and not interpreted, lift=half and word == 2, pairs=pairs), x
+        words,
+        replace(reading, half=half, fast=fast and not interpreted, lift=fast and x.zero is not None and not turn[0], pairs=pairs),
+        x,
     )
 
 
 def _reading(
-    words: Tensor, kind: str, bits: int, word: int, dim: int, chunk: int, group: int, scale_row: int, dot: torch.dtype
+    words: Tensor, x: Codes | None, kind: str, word: int, dim: int, chunk: int, dot: torch.dtype, paged: bool, turn: tuple[int, int]
 ) -> Reading:
     from triton import language as tl
 
+    bits = 8 if x is None else 2 if x.bits == 3 else x.bits
+    group, scale_row, scale_page = (dim, 0, 0) if x is None else (x.group_size, x.scale.stride(2), x.scale.stride(0))
     plane, fields = dim * bits // 8, 8 * word // bits
     return Reading(
-        kind=kind, bits=bits, word=word, fields=fields, parts=plane // chunk * fields, plane=plane, chunk=chunk, width=chunk // word,
-        padded=max(16, _power_of_2(chunk // word)), row=words.stride(2), align=_alignment(words), group=group,
-        groups=dim // group if kind in ("token", "dense") else 1, scale_row=scale_row,
+        kind=kind, format="dense" if x is None else x.format, bits=bits, word=word, fields=fields, parts=plane // chunk * fields, plane=plane, chunk=chunk,
+        width=chunk // word, padded=max(16, _power_of_2(chunk // word)), row=words.stride(2), align=_alignment(words), group=group,
+        groups=dim // group if x is not None and kind == "token" else 1, scale_row=scale_row,
         dot={torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dot],
-        half=False, fast=False, lift=False, pairs=False,
+        half=False, fast=False, lift=False, pairs=False, zeros=x is not None and x.zero is not None,
+        middle=2 ** (x.bits - 1) if x is not None and x.format == "int" else 0, third=x is not None and x.bits == 3,
+        page=words.shape[2] if paged else 0, page_row=words.stride(0) if paged else 0, scale_page=scale_page if paged else 0,
+        turn=turn[0], waves=turn[1],
     )  # fmt: skip
 
 
@@ -345,14 +477,13 @@ def _alignment(x: Tensor) -> int:
     return gcd(16 // x.element_size(), x.stride(0), x.stride(1))
 
 
-def _check_codes(name: str, x: Codes, batch: int, dim: int) -> Tensor:
-    """The promises of :class:`Codes` that a kernel relies on; the zero points."""
-    if x.format != "int" or x.zero is None:
-        raise ValueError(
-            f"{name} has format={x.format!r} {'without' if x.zero is None else 'with'} zero points, must be 'int' with them"
-        )
-    if x.bits not in BITS:
-        raise ValueError(f"{name} has bits={x.bits}, must be one of {BITS}")
+def _check_codes(name: str, x: Codes, batch: int, dim: int, paged: bool) -> None:
+    """The promises of :class:`Codes` that a kernel relies on."""
+    allowed = {"int": WIDTHS, "normal": (4, 3, 2), **dict.fromkeys(FLOATS, (8,))}
+    if x.format not in allowed:
+        raise ValueError(f"{name} has format={x.format!r}, must be one of {tuple(allowed)}")
+    if x.bits not in allowed[x.format]:
+        raise ValueError(f"{name} has bits={x.bits}, must be one of {allowed[x.format]} for format={x.format!r}")
     if x.axis not in ("channel", "token"):
         raise ValueError(f"{name} has axis={x.axis!r}, must be 'channel' or 'token'")
     if x.codes.ndim != 4 or x.codes.dtype != torch.uint8 or x.codes.shape[0] != batch or x.codes.shape[3] * 8 != dim * x.bits:
@@ -365,17 +496,22 @@ def _check_codes(name: str, x: Codes, batch: int, dim: int) -> Tensor:
         raise ValueError(f"{name} has group_size={x.group_size}, must be a positive divisor of the head dim {dim}" if x.axis == "token" else
                          f"{name} has group_size={x.group_size}, must be at least 1")  # fmt: skip
     heads, n = x.codes.shape[1:3]
+    if paged and x.group is not None:
+        raise ValueError(f"{name} has a table of groups, which tokens in pages cannot have")
+    if paged and x.axis == "channel" and n % x.group_size:
+        raise ValueError(f"{name} has group_size={x.group_size}, must divide the page, {n} tokens")
     want = (batch, heads, n, dim // x.group_size)
     if x.axis == "channel":
         groups = x.scale.shape[2] if x.scale.ndim == 4 else 0
         want = (batch, heads, groups if x.group is not None else max(groups, -(-n // x.group_size)), dim)
     for what, t in (("scale", x.scale), ("zero", x.zero)):
+        if t is None:
+            continue
         if tuple(t.shape) != want or t.dtype not in (torch.float16, torch.float32):
             raise ValueError(f"{name}.{what} is {t.dtype} {list(t.shape)}, must be float16 or float32 {list(want)}")
         if t.stride(3) != 1 and t.shape[3] > 1:
             raise ValueError(f"{name}.{what} has stride {t.stride(3)} in its last dim, must be 1")
-    if x.scale.stride() != x.zero.stride():
+    if x.zero is not None and x.scale.stride() != x.zero.stride():
         raise ValueError(f"{name}.scale and {name}.zero must have the same strides, got {x.scale.stride()} and {x.zero.stride()}")
     if x.group is not None and (x.group.dtype != torch.int32 or tuple(x.group.shape) != (batch, heads, n)):
         raise ValueError(f"{name}.group is {x.group.dtype} {list(x.group.shape)}, must be int32 {[batch, heads, n]}")
-    return x.zero

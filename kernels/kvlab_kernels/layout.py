@@ -53,6 +53,19 @@ class Codes:
         return self.codes.shape[-1] * 8 // self.bits
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where keys stand that are turned by their place when they are read (RoPE, arXiv 2104.09864; halves of the first R channels are pairs).
+
+    ``waves``: float32 ``[P, R]``, the cosines of a place and then the sines. ``columns``: int32 ``[1 or B, 1 or H, N]``, each key's place; None: ``start``,
+    ``start + 1``, ...
+    """
+
+    waves: Tensor
+    columns: Tensor | None = None
+    start: int = 0
+
+
 def check_packs(dim: int, bits: int) -> None:
     """Raise ``ValueError`` unless a head of ``dim`` numbers fills whole bytes at every plane."""
     if bits not in WIDTHS:

@@ -255,7 +255,8 @@ def test_refuses_broken_codes():
     good = random_codes(1, 2, 16, 32, 4, "token", 16)
     q, v = torch.zeros(1, 4, 1, 32), torch.zeros(1, 2, 16, 32)
     for name, value, message in [
-        ("bits", 3, "bits=3"),
+        ("bits", 5, "bits=5"),
+        ("format", "float", "format='float'"),
         ("axis", "row", "axis='row'"),
         ("scale", good.scale.double(), "k.scale is torch.float64"),
         ("scale", good.scale[:, :, 1:], "k.scale is torch.float16"),
