@@ -22,9 +22,9 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlab.errors import UnsupportedModel
-from kvlab.store.base import real_tokens
+from kvlab.store.base import Layout, real_tokens
 from kvlab_kernels import cpu
-from kvlab_kernels.layout import BITS, Codes
+from kvlab_kernels.layout import Codes
 
 if TYPE_CHECKING:
     from kvlab.layer import Layer
@@ -226,10 +226,10 @@ def attend(
         return out, None, 0
 
     gap, counts = layer.gap(), layer.log_counts()
-    if stored and fused(query) and not layer.observes and watch is None and gap is None and counts is None and not layer.looks:
+    if stored and not layer.observes and watch is None and gap is None and not layer.looks and fused(query, new_values):
         layout = store.layout()
         if layout is not None and triton_reads(layout):
-            return _decode(layer, layout, query, rule, scale, softcap, sinks), None, 0
+            return _decode(layer, layout, query, rule, scale, softcap, sinks, counts), None, 0
 
     total = stored + new
     evidence = torch.zeros((b, hk, total), dtype=torch.float32, device=query.device) if layer.observes else None
@@ -314,9 +314,10 @@ def _picked(
     return out.view(b, hk * group, 1, -1), None, keys.nbytes + values.nbytes + 2 * scores.nbytes
 
 
-def fused(query: Tensor) -> bool:
+def fused(query: Tensor, values: Tensor) -> bool:
     """Whether the Triton kernel serves these queries: a few of them, on a GPU (or in the interpreter, where ``KVLAB_FUSED=1`` asks for it)."""
-    return query.shape[2] <= 16 and query.shape[3] <= 256 and backend(query.device) == "triton"
+    few = query.shape[2] <= 16 and query.shape[3] <= 256 and query.shape[3] == values.shape[3] and query.dtype == values.dtype
+    return few and query.dtype != torch.float64 and backend(query.device) == "triton"
 
 
 def backend(device: torch.device | str | None = None) -> str:
@@ -328,32 +329,63 @@ def backend(device: torch.device | str | None = None) -> str:
     return "llvm" if kind == "cpu" and cpu.available() else "torch"
 
 
-def triton_reads(layout: tuple[Tensor | Codes, ...] | Any) -> bool:
-    """Whether the Triton kernel reads keys and values as they lie."""
-    return all(not isinstance(x, Codes) or (x.bits in BITS and x.format == "int" and x.zero is not None) for x in layout)
+def triton_reads(layout: Layout) -> bool:
+    """Whether the Triton kernel reads keys and values as they lie: all but codes of which one scale is every channel's."""
+    return all(not isinstance(x, Codes) or x.scale.stride(3) == 1 or x.scale.shape[3] == 1 for x in (layout.keys, layout.values))
 
 
 def _decode(
-    layer: Layer, layout: Any, query: Tensor, rule: Rule, scale: float, softcap: float | None, sinks: Tensor | None
+    layer: Layer,
+    layout: Layout,
+    query: Tensor,
+    rule: Rule,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    counts: Tensor | None,
 ) -> Tensor:
-    """The fused kernel: it reads the codes, no dense copy. The new tokens and the store's plain tail are its second part."""
-    from kvlab_kernels.decode import decode_attention
+    """The fused kernel: it reads what is stored as it lies, no dense copy. The new tokens and plain ones are its second part."""
+    from kvlab_kernels.decode import decode_attention, paged_decode_attention
 
     assert layer.new_keys is not None and layer.new_values is not None
-    keys, values, *tail = layout
-    tails = [
-        torch.cat([old, new], 2) if old is not None else new
-        for old, new in zip(tail, (layer.new_keys, layer.new_values), strict=True)
-    ]
-    hidden = _hidden(layer, rule, query.shape[2], 0, query.shape[2], layer.new_keys.shape[2])
-    bias = None
+    new = [layer.new_keys, layer.new_values]
+    for number, turn in enumerate(layout.turned):
+        if turn is not None:
+            new[number] = turn(new[number]).to(query.dtype)
+            query = turn(query).to(query.dtype) if not number else query
+    beside = new if layout.plain is None else [torch.cat(pair, 2) for pair in zip(layout.plain, new, strict=True)]
+    given: dict[str, Any] = {"scaling": scale, "softcap": softcap, "sinks": sinks, "places": layout.places}
+    given |= {"residual_k": beside[0], "residual_v": beside[1], "bias": _bias(layer, layout, query, rule, counts)}
+    if layout.table is None:
+        out, _ = decode_attention(query, layout.keys, layout.values, **given)
+    else:
+        given |= {"start": layout.start, "length": layout.table.shape[2] * layout.keys.shape[2]}  # type: ignore[union-attr]
+        out, _ = paged_decode_attention(query, layout.keys, layout.values, layout.table, **given)
+    return out if layout.back is None else layout.back(out).to(query.dtype)
+
+
+def _bias(layer: Layer, layout: Layout, query: Tensor, rule: Rule, counts: Tensor | None) -> Tensor | None:
+    """What is added to the scores, float32 ``[b, h, q, keys]``, in the kernel's order of keys; None for nothing."""
+    assert layer.new_keys is not None
+    q_len, new, stored = query.shape[2], layer.new_keys.shape[2], len(layer.store)
+    hidden = _hidden(layer, rule, q_len, 0, q_len, new)
+    if hidden is None and counts is None:
+        return None
+    bias = torch.zeros((1, 1, 1, 1), dtype=torch.float32, device=query.device)
+    if counts is not None:
+        bias = F.pad(counts, (0, new)).unsqueeze(2)
     if hidden is not None:
         hidden = hidden.squeeze(2)
-        bias = torch.zeros(hidden.shape, dtype=torch.float32, device=query.device).masked_fill_(hidden, float("-inf"))
-    out, _ = decode_attention(
-        query, keys, values, scaling=scale, bias=bias, softcap=softcap, sinks=sinks, residual_k=tails[0], residual_v=tails[1]
-    )
-    return out
+        shape = torch.broadcast_shapes(bias.shape, hidden.shape)
+        bias = bias.expand(shape).masked_fill(hidden.expand(shape), float("-inf"))
+    plain = 0 if layout.plain is None else layout.plain[0].shape[2]
+    if layout.front:
+        end = layout.front + stored - plain  # the first rows are read with the plain ones
+        bias = torch.cat([bias[..., layout.front : end], bias[..., : layout.front], bias[..., end:]], -1)
+    if layout.table is not None:
+        lacking = layout.table.shape[2] * layout.keys.shape[2] - (stored - plain)  # type: ignore[union-attr]
+        bias = F.pad(bias, (lacking, 0))
+    return bias
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -80,14 +80,31 @@ def unpack_asm(part, bits, lift, middle):
     return "{ .reg .b32 t, u, w; " + body + " }"
 
 
+@triton.constexpr_function
+def float8_asm(lane, format):
+    """PTX: byte ``lane`` of two 16-bit words, an 8-bit float each -> two float16.
+
+    Its bits are put where float16 has them; e4m3's exponent is then short by 8, which a product makes up for, exactly.
+    """
+    body = "mov.b32 t, $1; " if lane else "shl.b32 t, $1, 8; "
+    if format == "e5m2":
+        return "{ .reg .b32 t; " + body + "and.b32 $0, t, 0xFF00FF00; }"
+    body += "shr.b32 u, t, 1; and.b32 u, u, 0x3F803F80; lop3.b32 u, t, 0x80008000, u, 0xEA; mov.b32 w, 0x5C005C00; mul.rn.f16x2 $0, u, w;"
+    return "{ .reg .b32 t, u, w; " + body + " }"
+
+
 @triton.jit
-def _float8(words, LANE: tl.constexpr, FORMAT: tl.constexpr):
-    """8-bit floats in byte LANE of each word, as float16: their bits are put where float16 has them, and e4m3's smaller bias is made up for."""
-    x = words.to(tl.int32) >> LANE * 8
-    if FORMAT == "e5m2":
-        return ((x & 255) << 8).to(tl.int16).to(tl.float16, bitcast=True)
+def _float8(words, LANE: tl.constexpr, FORMAT: tl.constexpr, FAST: tl.constexpr):
+    """8-bit floats in byte LANE of each word, as float16."""
+    if FAST:
+        asm: tl.constexpr = float8_asm(LANE, FORMAT)
+        return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
     else:
-        return (((x & 128) << 8) | ((x & 127) << 7)).to(tl.int16).to(tl.float16, bitcast=True) * 256.0
+        x = words.to(tl.int32) >> LANE * 8
+        if FORMAT == "e5m2":
+            return ((x & 255) << 8).to(tl.int16).to(tl.float16, bitcast=True)
+        else:
+            return (((x & 128) << 8) | ((x & 127) << 7)).to(tl.int16).to(tl.float16, bitcast=True) * 256.0
 
 
 @triton.jit
@@ -101,7 +118,7 @@ def _field(
     if X.kind == "dense":
         return words.to(DOT)
     elif X.format == "e4m3" or X.format == "e5m2":
-        return _float8(words, PART % X.fields, X.format).to(DOT)
+        return _float8(words, PART % X.fields, X.format, FAST).to(DOT)
     elif FAST:
         asm: tl.constexpr = unpack_asm(PART, X.bits, LIFT, MIDDLE)
         return tl.inline_asm_elementwise(asm, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
@@ -321,18 +338,17 @@ def _scores(
         wave = waves + place.to(tl.int64)[:, None] * K.waves
         good = ok[:, None] & (w < K.width)[None, :]
         for part in tl.static_range(K_PARTS):
-            OTHER: tl.constexpr = partner(K, part)
-            if OTHER != -1:
+            if partner(K, part) != -1:
                 one = _key(n0, rows, ok, page, words, thirds, k_scale, k_zero, k_table, table_n, k_levels, ks, kz, zeros, K, part, BLOCK_N)
-                if OTHER == part:
+                if partner(K, part) == part:
                     s = tl.dot(one.to(K.dot), q[part], s, input_precision=PRECISION)
                 else:
-                    two = _key(n0, rows, ok, page, words, thirds, k_scale, k_zero, k_table, table_n, k_levels, ks, kz, zeros, K, OTHER, BLOCK_N)
+                    two = _key(n0, rows, ok, page, words, thirds, k_scale, k_zero, k_table, table_n, k_levels, ks, kz, zeros, K, partner(K, part), BLOCK_N)
                     at = wave + (channel(K, part) + w * K.word)[None, :]
                     cos = tl.load(at, mask=good, other=0.0).to(tl.float32)
                     sin = tl.load(at + K.turn, mask=good, other=0.0).to(tl.float32)
                     s = tl.dot((one * cos - two * sin).to(K.dot), q[part], s, input_precision=PRECISION)
-                    s = tl.dot((two * cos + one * sin).to(K.dot), q[OTHER], s, input_precision=PRECISION)
+                    s = tl.dot((two * cos + one * sin).to(K.dot), q[partner(K, part)], s, input_precision=PRECISION)
     elif K.kind == "rows":
         for part in tl.static_range(K_PARTS):
             x = _key(n0, rows, ok, page, words, thirds, k_scale, k_zero, k_table, table_n, k_levels, ks, kz, zeros, K, part, BLOCK_N)
@@ -412,23 +428,13 @@ def _values(n0, rows, ok, page, v, v_levels, p, alpha, acc, z, e, vs, vz, V: tl.
 
 
 @triton.jit
-def _attend(
-    lo, hi, first, pages, k, v, k_scale, k_zero, k_table, table_n, k_levels, v_scale, v_zero, v_levels, waves, places, place_n, place_first,
-    bias, bias_n, cap, scaling, q_base, live, out, lse,
-    K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """Attention over the tokens ``lo .. hi``, those before ``first`` (or None) apart, normalised, with its log2-sum-exp, written to ``out`` [M] rows and ``lse`` [M].
+def _query(q_base, live, scaling, K: tl.constexpr, M: tl.constexpr, SOFTCAP: tl.constexpr):
+    """The query, one tensor a part; its sums over each scale group; what lifted parts give too much; and the unit of the scores that come out.
 
-    WHOLE: ``hi - lo`` is a multiple of BLOCK_N, so no tile needs masks.
+    Against codes in float16 it is first divided by a power of two (exact), so that no product overflows.
     """
     K_PARTS: tl.constexpr = K.parts
     K_GROUPS: tl.constexpr = K.groups
-    V_PARTS: tl.constexpr = V.parts
-    VP: tl.constexpr = V.padded
-    V_GROUPS: tl.constexpr = V.groups
-    rows = tl.arange(0, BLOCK_N)
-
-    # The query, one tensor a part. Against codes in float16 it is first divided by a power of two (exact), so that no product overflows.
     w = tl.arange(0, K.padded)
     top = tl.zeros([M], tl.float32)
     q32 = ()
@@ -461,7 +467,47 @@ def _attend(
                         lift += part_sum * (1024.0 / gain(part, K.bits, K.lift))
             q_sum = q_sum + (total,)
             q_lift = q_lift + (lift,)
+    return q, q_sum, q_lift, unit
 
+
+@triton.jit
+def _logits(s, n0, rows, ok, unit, bias, bias_n, cap, SOFTCAP: tl.constexpr):
+    """Scores as products -> times log2(e), soft-capped, with their bias; -inf where nothing counts."""
+    s = s * unit[None, :]
+    if SOFTCAP:
+        t = tl.exp2(tl.abs(s) * (-2.0 * LOG2E / cap))
+        s = tl.where(s < 0, -LOG2E, LOG2E) * cap * ((1.0 - t) / (1.0 + t))
+    if bias is not None:
+        s += tl.load(bias + (n0 + rows).to(tl.int64)[:, None] * bias_n, mask=ok[:, None], other=0.0).to(tl.float32) * LOG2E
+    return tl.where(ok[:, None], s, float("-inf"))
+
+
+@triton.jit
+def _counted(n0, rows, hi, first, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which tokens of a tile count; WHOLE: all, which is known to the compiler, so that it drops the masks."""
+    if WHOLE:
+        return tl.full([BLOCK_N], 1, tl.int1)
+    elif first is not None:
+        return (n0 + rows < hi) & (n0 + rows >= first)
+    else:
+        return n0 + rows < hi
+
+
+@triton.jit
+def _attend(
+    lo, hi, first, pages, k, v, k_scale, k_zero, k_table, table_n, k_levels, v_scale, v_zero, v_levels, waves, places, place_n, place_first,
+    bias, bias_n, cap, scaling, q_base, live, out, lse,
+    K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Attention over the tokens ``lo .. hi``, those before ``first`` (or None) apart, normalised, with its log2-sum-exp, written to ``out`` [M] rows and ``lse`` [M].
+
+    WHOLE: ``hi - lo`` is a multiple of BLOCK_N, so no tile needs masks.
+    """
+    V_PARTS: tl.constexpr = V.parts
+    VP: tl.constexpr = V.padded
+    V_GROUPS: tl.constexpr = V.groups
+    rows = tl.arange(0, BLOCK_N)
+    q, q_sum, q_lift, unit = _query(q_base, live, scaling, K, M, SOFTCAP)
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)
     e = 0
@@ -478,21 +524,10 @@ def _attend(
     for n0 in tl.range(lo, hi, BLOCK_N, num_stages=STAGES):
         page1 = _page(pages, n0 + BLOCK_N, rows, hi, K.page, BLOCK_N)
         ks1, kz1, vs1, vz1 = _fetch(n0 + BLOCK_N, hi, rows, page1, k_scale, k_zero, v_scale, v_zero, K, V, WHOLE, BLOCK_N)
-        if WHOLE:
-            ok = tl.full([BLOCK_N], 1, tl.int1)  # known to the compiler, which drops the masks
-        else:
-            ok = n0 + rows < hi
-            if first is not None:
-                ok = ok & (n0 + rows >= first)
+        ok = _counted(n0, rows, hi, first, WHOLE, BLOCK_N)
         s = _scores(n0, rows, ok, page, k, k_scale, k_zero, k_table, table_n, k_levels, waves, places, place_n, place_first, q, q_sum, q_lift, ks, kz,
                     K, M, BLOCK_N)  # fmt: skip
-        s = s * unit[None, :]
-        if SOFTCAP:
-            t = tl.exp2(tl.abs(s) * (-2.0 * LOG2E / cap))
-            s = tl.where(s < 0, -LOG2E, LOG2E) * cap * ((1.0 - t) / (1.0 + t))
-        if bias is not None:
-            s += tl.load(bias + (n0 + rows).to(tl.int64)[:, None] * bias_n, mask=ok[:, None], other=0.0).to(tl.float32) * LOG2E
-        s = tl.where(ok[:, None], s, float("-inf"))
+        s = _logits(s, n0, rows, ok, unit, bias, bias_n, cap, SOFTCAP)
         m_new = tl.maximum(m, tl.max(s, 0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a block in which nothing may be seen: exp2(-inf), not exp2(nan)
         p = tl.exp2(s - m_safe[None, :])
@@ -518,11 +553,35 @@ def _attend(
     tl.store(lse, tl.where(l > 0, m + tl.log2(tl.where(l > 0, l, 1.0)), float("-inf")), mask=live)
 
 
+@triton.jit
+def _weigh(
+    lo, hi, first, pages, k, k_scale, k_zero, k_table, table_n, k_levels, waves, places, place_n, place_first, bias, bias_n, cap, scaling, q_base, live,
+    total, mass,
+    K: tl.constexpr, NONE: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
+    """What the queries give each of the tokens ``lo .. hi``, their log2-sum-exp ``total`` [M] being known: written to ``mass``, or with MORE added to it."""
+    rows = tl.arange(0, BLOCK_N)
+    q, q_sum, q_lift, unit = _query(q_base, live, scaling, K, M, SOFTCAP)
+    for n0 in tl.range(lo, hi, BLOCK_N):
+        page = _page(pages, n0, rows, hi, K.page, BLOCK_N)
+        ks, kz, _, _ = _fetch(n0, hi, rows, page, k_scale, k_zero, None, None, K, NONE, WHOLE, BLOCK_N)
+        ok = _counted(n0, rows, hi, first, WHOLE, BLOCK_N)
+        s = _scores(n0, rows, ok, page, k, k_scale, k_zero, k_table, table_n, k_levels, waves, places, place_n, place_first, q, q_sum, q_lift, ks, kz,
+                    K, M, BLOCK_N)  # fmt: skip
+        s = _logits(s, n0, rows, ok, unit, bias, bias_n, cap, SOFTCAP)
+        p = tl.where(live[None, :], tl.exp2(s - tl.where(total == float("-inf"), 0.0, total)[None, :]), 0.0)
+        given = tl.sum(p, 1)
+        at = mass + (n0 + rows).to(tl.int64)
+        if MORE:
+            given += tl.load(at, mask=n0 + rows < hi, other=0.0)
+        tl.store(at, given, mask=n0 + rows < hi)
+
+
 # Numbers that change from step to step, and strides whose alignment ``Reading.align`` tells, are not specialized on: neither their being 1
 # nor their being a multiple of 16 compiles the kernel again.
 INTEGERS = """n tail_n split_tiles splits parts kv_heads rows_m q_b q_h q_n k_b k_h v_b v_h ks_b ks_h table_b table_h table_n vs_b vs_h
 tk_b tk_h tv_b tv_h bias_b bias_h bias_q bias_n bias_tail pages_b pages_h length_b length_h start_b start_h place_b place_h place_n
-place_first""".split()  # noqa: SIM905
+place_first since""".split()  # noqa: SIM905
 
 
 @triton.jit(do_not_specialize=INTEGERS)
@@ -531,63 +590,83 @@ def decode_split(
     part_out, part_lse, scaling, cap,
     n, tail_n, split_tiles, splits, parts, kv_heads, rows_m, q_b, q_h, q_n, k_b, k_h, v_b, v_h, ks_b, ks_h, table_b, table_h, table_n,
     vs_b, vs_h, tk_b, tk_h, tv_b, tv_h, bias_b, bias_h, bias_q, bias_n, bias_tail, pages_b, pages_h, length_b, length_h, start_b, start_h,
-    place_b, place_h, place_n, place_first,
+    place_b, place_h, place_n, place_first, since,
     K: tl.constexpr, V: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, M: tl.constexpr,
-    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr, MASS: tl.constexpr,
 ):  # fmt: skip
     """Partial attention of one KV head over one split of its tokens; the last split of all is the dense tail.
 
     Batch and head strides of k, v and the tail come divided by their ``align``, so that the compiler knows how far they are aligned. Where tokens lie
     in pages, batch strides of k, v and their scales are 0: the block table ``pages`` has a row for each.
+
+    MASS > 0: the second pass, in which every key is told what the queries from ``since`` on gave it. ``part_lse`` is then the log-sum-exp of the whole,
+    ``part_out`` where the mass goes, and a program holds the queries of its head in MASS blocks, one after the other.
     """
-    blocks = tl.cdiv(rows_m, M)
+    blocks = 1 if MASS else tl.cdiv(rows_m, M)
     bh = tl.program_id(0) // blocks
     split = tl.program_id(1)
     b = (bh // kv_heads).to(tl.int64)
     h = (bh % kv_heads).to(tl.int64)
-    i = tl.program_id(0) % blocks * M + tl.arange(0, M)
-    live = i < rows_m
-    q_base = q + b * q_b + (h * (rows_m // Q) + i // Q) * q_h + (i % Q) * q_n
-    at = ((b * kv_heads + h) * rows_m + i) * parts + split
-    out = part_out + at * D
-    lse = part_lse + at
-    tail_bias = bias
-    if bias is not None:
-        bias = bias + b * bias_b + h * bias_h + ((i % Q) * bias_q)[None, :]
-        tail_bias = bias + (bias_tail + tl.zeros([], tl.int64)) * bias_n
-    if split < splits:
-        end = n
-        first = None
-        if length is not None:
-            end = tl.minimum(n, tl.load(length + b * length_b + h * length_h).to(tl.int32))
-        lo = split * split_tiles * BLOCK_N
-        hi = tl.maximum(tl.minimum(lo + split_tiles * BLOCK_N, end), lo)
-        if start is not None:
-            first = tl.load(start + b * start_b + h * start_h).to(tl.int32)
-            lo = tl.minimum(tl.maximum(lo, tl.maximum(first, 0) // BLOCK_N * BLOCK_N), hi)  # tiles that nobody sees are not read
-        if K.kind != "dense":
-            k_scale = k_scale + b * ks_b + h * ks_h
-        if K.zeros:
-            k_zero = k_zero + b * ks_b + h * ks_h
-        if k_table is not None:
-            k_table = k_table + b * table_b + h * table_h
-        if V.kind != "dense":
-            v_scale = v_scale + b * vs_b + h * vs_h
-        if V.zeros:
-            v_zero = v_zero + b * vs_b + h * vs_h
-        if pages is not None:
-            pages = pages + b * pages_b + h * pages_h
-        if places is not None:
-            places = places + b * place_b + h * place_h
-        k = k + (b * k_b + h * k_h) * K.align
-        v = v + (b * v_b + h * v_h) * V.align
-        _attend(lo, hi, first, pages, k, v, k_scale, k_zero, k_table, table_n, k_levels, v_scale, v_zero, v_levels, waves, places, place_n, place_first,
-                bias, bias_n, cap, scaling, q_base, live, out, lse, K, V, M, BLOCK_N, STAGES, SOFTCAP, WHOLE)  # fmt: skip
-    elif TK is not None:
+    end = n
+    first = None
+    if length is not None:
+        end = tl.minimum(n, tl.load(length + b * length_b + h * length_h).to(tl.int32))
+    lo = split * split_tiles * BLOCK_N
+    hi = tl.maximum(tl.minimum(lo + split_tiles * BLOCK_N, end), lo)
+    if start is not None:
+        first = tl.load(start + b * start_b + h * start_h).to(tl.int32)
+        lo = tl.minimum(tl.maximum(lo, tl.maximum(first, 0) // BLOCK_N * BLOCK_N), hi)  # tiles that nobody sees are not read
+    if K.kind != "dense":
+        k_scale = k_scale + b * ks_b + h * ks_h
+    if K.zeros:
+        k_zero = k_zero + b * ks_b + h * ks_h
+    if k_table is not None:
+        k_table = k_table + b * table_b + h * table_h
+    if V.kind != "dense":
+        v_scale = v_scale + b * vs_b + h * vs_h
+    if V.zeros:
+        v_zero = v_zero + b * vs_b + h * vs_h
+    if pages is not None:
+        pages = pages + b * pages_b + h * pages_h
+    if places is not None:
+        places = places + b * place_b + h * place_h
+    k = k + (b * k_b + h * k_h) * K.align
+    v = v + (b * v_b + h * v_h) * V.align
+    if TK is not None:
         tail_k = tail_k + (b * tk_b + h * tk_h) * TK.align
         tail_v = tail_v + (b * tv_b + h * tv_h) * TV.align
-        _attend(0, tail_n, None, None, tail_k, tail_v, None, None, None, 0, None, None, None, None, None, None, 0, 0,
-                tail_bias, bias_n, cap, scaling, q_base, live, out, lse, TK, TV, M, BLOCK_N, 1, SOFTCAP, False)  # fmt: skip
+    if bias is not None:
+        bias = bias + b * bias_b + h * bias_h
+    for block in tl.static_range(max(MASS, 1)):
+        i = (block if MASS else tl.program_id(0) % blocks) * M + tl.arange(0, M)
+        live = i < rows_m
+        q_base = q + b * q_b + (h * (rows_m // Q) + i // Q) * q_h + (i % Q) * q_n
+        row = (b * kv_heads + h) * rows_m + i
+        own_bias = None
+        tail_bias = None
+        if bias is not None:
+            own_bias = bias + ((i % Q) * bias_q)[None, :]
+            tail_bias = own_bias + (bias_tail + tl.zeros([], tl.int64)) * bias_n
+        if MASS:
+            total = tl.load(part_lse + row, mask=live, other=0.0) * LOG2E
+            live = live & (i % Q >= since)
+            mass = part_out + (b * kv_heads + h) * (bias_tail + tail_n)
+            if split < splits:
+                _weigh(lo, hi, first, pages, k, k_scale, k_zero, k_table, table_n, k_levels, waves, places, place_n, place_first, own_bias, bias_n, cap, scaling,
+                       q_base, live, total, mass, K, V, M, BLOCK_N, SOFTCAP, WHOLE, block > 0)  # fmt: skip
+            elif TK is not None:
+                _weigh(0, tail_n, None, None, tail_k, None, None, None, 0, None, None, None, 0, 0, tail_bias, bias_n, cap, scaling, q_base, live, total,
+                       mass + bias_tail, TK, V, M, BLOCK_N, SOFTCAP, False, block > 0)  # fmt: skip
+        else:
+            at = row * parts + split
+            out = part_out + at * D
+            lse = part_lse + at
+            if split < splits:
+                _attend(lo, hi, first, pages, k, v, k_scale, k_zero, k_table, table_n, k_levels, v_scale, v_zero, v_levels, waves, places, place_n,
+                        place_first, own_bias, bias_n, cap, scaling, q_base, live, out, lse, K, V, M, BLOCK_N, STAGES, SOFTCAP, WHOLE)  # fmt: skip
+            elif TK is not None:
+                _attend(0, tail_n, None, None, tail_k, tail_v, None, None, None, 0, None, None, None, None, None, None, 0, 0,
+                        tail_bias, bias_n, cap, scaling, q_base, live, out, lse, TK, TV, M, BLOCK_N, 1, SOFTCAP, False)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["parts", "heads", "queries"])

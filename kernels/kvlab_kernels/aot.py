@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import decode, launch, quantize, scored
-from .layout import Codes
+from .layout import Codes, Places
 from .reference import destination
 
 _TYPES = {
@@ -161,12 +161,15 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def codes(batch: int, heads: int, n: int, dim: int, bits: int, axis: str, group_size: int, table: bool = False) -> Codes:
+def codes(
+    batch: int, heads: int, n: int, dim: int, bits: int, axis: str, group_size: int, table: bool = False, zeros: bool = True, format: str = "int"
+) -> Codes:
     """Codes without contents."""
     shape = (batch, heads, -(-n // group_size), dim) if axis == "channel" else (batch, heads, n, dim // group_size)
-    scale, zero = meta(*shape, dtype=torch.float16), meta(*shape, dtype=torch.float16)
+    scale, zero = meta(*shape, dtype=torch.float16), meta(*shape, dtype=torch.float16) if zeros else None
     group = meta(batch, heads, n, dtype=torch.int32) if table else None
-    return Codes(meta(batch, heads, n, dim * bits // 8, dtype=torch.uint8), scale, zero, bits, axis, group_size, group)
+    packed = meta(batch, heads, n, dim * bits // 8, dtype=torch.uint8)
+    return Codes(packed, scale, zero, bits, axis, group_size, group, format)
 
 
 def jobs(arch: int) -> Iterator[Job]:
@@ -222,6 +225,43 @@ def decode_jobs(arch: int) -> Iterator[Job]:
         for dim, size in ((64, 64), (80, 80), (96, 32), (256, 64)):
             yield job(f"int{bits} d{dim} g{size}", bf16, ints(bits, size, dim), hot=dim == 64)
     yield job("int4 keys int8 values", bf16, (ints(4)[0], ints(8)[1]))
+
+    def both(bits: int, axis: str = "token", size: int = 128, zeros: bool = True, format: str = "int") -> Pair:
+        return (
+            codes(batch, kv_heads, n, 128, bits, axis, size, False, zeros, format),
+            codes(batch, kv_heads, n, 128, bits, "token", 128, False, zeros, format),
+        )
+
+    yield job("int8 symmetric", bf16, both(8, "channel", 64, zeros=False))
+    yield job("int4 symmetric", bf16, both(4, "channel", 64, zeros=False))
+    yield job("int3 g64", bf16, both(3, "channel", 64), hot=False)
+    for format in ("e4m3", "e5m2"):
+        yield job(format, bf16, both(8, zeros=False, format=format))
+    for bits in (4, 3, 2):
+        yield job(f"normal{bits}", bf16, both(bits, zeros=False, format="normal"), hot=False)
+    waves, columns = meta(131072, 128, dtype=fp32), meta(batch, kv_heads, n, dtype=torch.int32)
+    for bits in (8, 4, 2):
+        yield job(f"int{bits} before RoPE", bf16, ints(bits), places=Places(waves), hot=False)
+    yield job("int4 before RoPE, kept columns", bf16, ints(4), places=Places(waves, columns), hot=False)
+    yield job("bf16 dense before RoPE", bf16, dense(bf16), places=Places(waves), hot=False)
+    length = meta(batch, dtype=torch.int32)
+
+    def paged(variant: str, page: int, kv: Pair) -> Job:
+        q = meta(batch, kv_heads * 4, 1, 128, dtype=bf16)
+        blocks = meta(batch, 1, n // page, dtype=torch.int32)
+        work = decode.plan(q, *kv, 0.1, table=blocks, length=length, device=pretend(arch))
+        hot = page >= 64  # a smaller one has little to read beside its scales
+        return Job("decode_split", variant, kernels.decode_split, work.split_args, work.split_constants, work.options, hot)
+
+    def pool(bits: int, page: int) -> Pair:
+        pages = batch * n // page
+        return codes(pages, kv_heads, page, 128, bits, "channel", page), codes(pages, kv_heads, page, 128, bits, "token", 64)
+
+    for page in (16, 64):
+        blocks = meta(batch * n // page, page, kv_heads, 128, dtype=bf16).transpose(1, 2)
+        yield paged(f"bf16 dense pages of {page}", page, (blocks, blocks))
+        for bits in (8, 4):
+            yield paged(f"int{bits} pages of {page}", page, pool(bits, page))
     q, sinks = meta(8, 32, 1, 128, dtype=bf16), meta(32, dtype=bf16)
     work = decode.plan(q, *dense(bf16), 0.1, sinks=sinks, device=pretend(arch))
     yield Job("decode_merge", "bf16 sinks", kernels.decode_merge, work.merge_args, work.merge_constants, {"num_warps": 2}, False)

@@ -120,7 +120,7 @@ def decode_attention(
     and summed in float32. Raises ValueError, naming what was given and what is allowed.
     """
     return _run(q, k, v, None, scaling=scaling, bias=bias, softcap=softcap, sinks=sinks, length=length, start=start, residual_k=residual_k,
-                residual_v=residual_v, places=places, splits=splits, settings=settings)  # fmt: skip
+                residual_v=residual_v, places=places, splits=splits, settings=settings)[:2]  # fmt: skip
 
 
 def paged_decode_attention(
@@ -151,16 +151,30 @@ def paged_decode_attention(
     if table.ndim != 3 or table.dtype != torch.int32:
         raise ValueError(f"table is {table.dtype} {list(table.shape)}, must be int32 [B, Hk or 1, M]")
     return _run(q, k, v, table, scaling=scaling, bias=bias, softcap=softcap, sinks=sinks, length=length, start=start, residual_k=residual_k,
-                residual_v=residual_v, places=places, splits=splits, settings=settings)  # fmt: skip
+                residual_v=residual_v, places=places, splits=splits, settings=settings)[:2]  # fmt: skip
 
 
-def _run(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, table: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+def scored_decode_attention(
+    q: Tensor, k: Tensor | Codes, v: Tensor | Codes, table: Tensor | None = None, *, since: int = 0, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`decode_attention` (with a ``table``, :func:`paged_decode_attention`) that also says how much of it each key got; ``(out, lse, mass)``.
+
+    ``mass``: float32 ``[B, Hk, N + R]``, of each key the softmax weights that it got from the queries from ``since`` on, added up over them and over the
+    query heads that share it (H2O, arXiv 2306.14048); 0 for tokens that do not count. A second pass over the keys, whose log-sum-exp is then known;
+    nothing of queries x keys is held, and every key is added up by one program in one order. Options and errors are theirs.
+    """
+    out, lse, mass = _run(q, k, v, table, since=since, **options)
+    assert mass is not None
+    return out, lse, mass
+
+
+def _run(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, table: Tensor | None, **options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     launch.require_triton()
-    places = options["places"]
+    places = options.get("places")
     more = (places.waves, places.columns) if places is not None else ()
     names = ("length", "start", "bias", "sinks", "residual_k", "residual_v")
     device = launch.check_device(
-        q, *_tensors(k), *_tensors(v), table, *more, *(options[name] for name in names if isinstance(options[name], Tensor))
+        q, *_tensors(k), *_tensors(v), table, *more, *(x for name in names if isinstance(x := options.get(name), Tensor))
     )
     from . import _decode_kernels as kernels
 
@@ -168,12 +182,14 @@ def _run(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, table: Tensor | None, 
     if work.out.numel():
         kernels.decode_split[work.split_grid](*work.split_args, **work.split_constants, **work.options)
         kernels.decode_merge[work.merge_grid](*work.merge_args, **work.merge_constants, num_warps=2)
-    return work.out, work.lse
+        if work.mass is not None:
+            kernels.decode_split[work.mass_grid](*work.mass_args, **work.mass_constants, **work.options)
+    return work.out, work.lse, work.mass
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The two launches of one call, ready to run (or, on meta tensors, to compile)."""
+    """The launches of one call, two or with mass three, ready to run (or, on meta tensors, to compile)."""
 
     out: Tensor
     lse: Tensor
@@ -184,6 +200,10 @@ class Plan:
     merge_grid: tuple[int, int]
     merge_args: tuple
     merge_constants: dict[str, int]
+    mass: Tensor | None
+    mass_grid: tuple[int, int]
+    mass_args: tuple
+    mass_constants: dict[str, object]
 
 
 def plan(
@@ -202,12 +222,13 @@ def plan(
     splits: int | None = None,
     settings: launch.Settings | None = None,
     table: Tensor | None = None,
+    since: int | None = None,
     device: torch.device | None = None,
     interpreted: bool = False,
 ) -> Plan:
     """Check the arguments of :func:`decode_attention` (with a ``table``, of :func:`paged_decode_attention`) and lay out its launches.
 
-    ``device``: whose settings to take, by default q's.
+    ``since``: also lay out the launch that adds up what each key is given. ``device``: whose settings to take, by default q's.
     """
     device = device or q.device
     batch, heads, queries, dim = _check_query(q)
@@ -245,6 +266,8 @@ def plan(
         raise ValueError(f"softcap={softcap} must be greater than 0, or None")
     if sinks is not None and tuple(sinks.shape) != (heads,):
         raise ValueError(f"sinks has shape {list(sinks.shape)}, must be [{heads}]")
+    if since is not None and not 0 <= since <= queries:
+        raise ValueError(f"since={since} must be 0 to {queries}, the number of queries")
     if splits is not None and splits < 1:
         raise ValueError(f"splits={splits} must be at least 1")
     bias = _check_bias(bias, batch, kv_heads, queries, n + tail_n)
@@ -277,31 +300,40 @@ def plan(
     def pair(x: Tensor | None) -> tuple[int, ...]:
         return x.stride()[:2] if x is not None else (0, 0)
 
-    split_args = (
-        q, key.words, *key.scales, group, levels[0], value.words, *value.scales, levels[1], tail_k.words if tail_k else None,
-        tail_v.words if tail_v else None, bias, table, length, start, places.waves if places is not None else None, stands,
-        part_out, part_lse, float(scaling), float(softcap or 1.0),
-        counted, tail_n, split_tiles, splits, parts, kv_heads, rows, *q.stride()[:3], *key.strides, *value.strides,
-        *key.scale_strides, *(group.stride() if group is not None else (0, 0, 0)), *value.scale_strides,
-        *(tail_k.strides if tail_k else (0, 0)), *(tail_v.strides if tail_v else (0, 0)), *(bias.stride() if bias is not None else (0, 0, 0, 0)), n,
-        *pair(table), *pair(length), *pair(start), *(stands.stride() if stands is not None else (0, 0, 0)), places.start if places is not None else 0,
-    )  # fmt: skip
+    def arguments(numbers: Tensor, sums: Tensor) -> tuple:
+        return (
+            q, key.words, *key.scales, group, levels[0], value.words, *value.scales, levels[1], tail_k.words if tail_k else None,
+            tail_v.words if tail_v else None, bias, table, length, start, places.waves if places is not None else None, stands,
+            numbers, sums, float(scaling), float(softcap or 1.0),
+            counted, tail_n, split_tiles, splits, parts, kv_heads, rows, *q.stride()[:3], *key.strides, *value.strides,
+            *key.scale_strides, *(group.stride() if group is not None else (0, 0, 0)), *value.scale_strides,
+            *(tail_k.strides if tail_k else (0, 0)), *(tail_v.strides if tail_v else (0, 0)), *(bias.stride() if bias is not None else (0, 0, 0, 0)), n,
+            *pair(table), *pair(length), *pair(start), *(stands.stride() if stands is not None else (0, 0, 0)), places.start if places is not None else 0,
+            since or 0,
+        )  # fmt: skip
+
     split_constants: dict[str, object] = dict(
         K=key.reading, V=value.reading, TK=tail_k.reading if tail_k else None, TV=tail_v.reading if tail_v else None,
         D=dim, Q=queries, M=columns, BLOCK_N=block_n, STAGES=settings.num_stages, SOFTCAP=softcap is not None,
-        WHOLE=length is None and start is None and counted % block_n == 0,
+        WHOLE=length is None and start is None and counted % block_n == 0, MASS=0,
     )  # fmt: skip
+    mass = None if since is None else torch.zeros((batch, kv_heads, n + tail_n), dtype=torch.float32, device=q.device)
+    nothing = replace(key.reading, kind="dense", zeros=False, parts=1, fields=1, groups=1)  # of values, which the second pass does not read
     block_p, block_d = min(32, max(2, _power_of_2(parts))), min(64, _power_of_2(dim))
     return Plan(
         out,
         lse,
         (batch * kv_heads * blocks, parts),
-        split_args,
+        arguments(part_out, part_lse),
         split_constants,
         settings.options(),
         (batch * heads * queries, -(-dim // block_d)),
         (part_out, part_lse, sinks, out, lse, parts, heads, queries),
         dict(D=dim, BLOCK_D=block_d, BLOCK_P=block_p),
+        mass,
+        (batch * kv_heads, parts),
+        arguments(mass, lse) if mass is not None else (),
+        split_constants | dict(V=nothing, MASS=blocks),
     )
 
 
@@ -436,15 +468,11 @@ def _side(name: str, x: Tensor | Codes, q: Tensor, interpreted: bool, paged: boo
     if chunk % 2 == 0 and _even(x.codes) and (x.bits != 3 or plane % 4 == 0):
         words, word = x.codes.view(torch.int16), 2
     half = dot == torch.float16
-    plain = x.format == "int" and x.bits != 3  # what machine instructions unpack
+    fast = half and word == 2 and x.format != "normal" and x.bits != 3  # what machine instructions unpack
     pairs = kind == "channel" and word == 2 and x.zero is not None and x.zero.dtype == torch.float16 and _even(x.zero) and not turn[0]
     reading = _reading(words, x, kind, word, dim, chunk, dot, paged, turn)
-    fast = half and plain and word == 2
-    return Side(
-        words,
-        replace(reading, half=half, fast=fast and not interpreted, lift=fast and x.zero is not None and not turn[0], pairs=pairs),
-        x,
-    )
+    lift = fast and x.format == "int" and x.zero is not None and not turn[0]
+    return Side(words, replace(reading, half=half, fast=fast and not interpreted, lift=lift, pairs=pairs), x)
 
 
 def _reading(

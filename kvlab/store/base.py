@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from kvlab.buffer import SLACK_SHARE, Buffer
 from kvlab.rope import Rope
 from kvlab.strategy import Method
 from kvlab_kernels import cpu
-from kvlab_kernels.layout import Codes
+from kvlab_kernels.layout import Codes, Places
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,27 @@ class LayerShape:
     dtype: torch.dtype
     device: torch.device
     rope: Rope | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a fused kernel reads of a layer, views only where rows are many: ``keys`` and ``values`` ``[B, H, n, D]`` in whatever form.
+
+    ``plain``: tokens of both in the model's dtype that are read beside them, or None. The first ``front`` of these are the layer's first rows, the
+    others its last. ``places``: keys (not the plain ones) lie as they were before RoPE. ``table``, ``start``: rows lie in pages, int32 ``[B, H, M]``, and a
+    head's first row is row ``start`` ``[B, H]`` of its pages. ``turned``: queries and keys, and values, are rotated by these before, what comes out is
+    rotated back by ``back``.
+    """
+
+    keys: Tensor | Codes
+    values: Tensor | Codes
+    plain: tuple[Tensor, Tensor] | None = None
+    front: int = 0
+    places: Places | None = None
+    table: Tensor | None = None
+    start: Tensor | None = None
+    turned: tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None] = (None, None)
+    back: Callable[[Tensor], Tensor] | None = None
 
 
 @dataclass
@@ -120,11 +141,8 @@ class StoreState(ABC):
         return None
 
     @abstractmethod
-    def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None] | None:
-        """What fused kernels read, views only: keys, values, and a plain tail of both (or None) that comes after them.
-
-        None where rows lie in an order that no kernel reads: then :meth:`score` and :meth:`mix` serve.
-        """
+    def layout(self) -> Layout | None:
+        """What fused kernels read; None where no kernel reads rows as they lie: then :meth:`score` and :meth:`mix` serve."""
 
     def blocks(self, rows: int) -> Iterator[tuple[int, int]]:
         """Row ranges that together cover all rows; each small enough that its scratch, if ``rows`` query rows need one, stays in a cache."""
@@ -216,7 +234,7 @@ class Around(StoreState):
     def value_rows(self, start: int, stop: int) -> Tensor:
         return self.inner.value_rows(start, stop)
 
-    def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None] | None:
+    def layout(self) -> Layout | None:
         return None  # a kernel would have to know what is done around
 
     def blocks(self, rows: int) -> Iterator[tuple[int, int]]:

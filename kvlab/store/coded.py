@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlab.buffer import Buffer
-from kvlab.store.base import LayerShape, StoreState, block_rows, split
+from kvlab.store.base import LayerShape, Layout, StoreState, block_rows, split
 from kvlab.store.side import Side, to_format
 from kvlab_kernels import cpu
 from kvlab_kernels.layout import Codes
@@ -164,15 +164,23 @@ class CodedState(StoreState):
         found = self.keys.lies(start - first, stop - first)
         return None if found is None else (found[0], found[1] + first)
 
-    def layout(self) -> tuple[Tensor | Codes, Tensor | Codes, Tensor | None, Tensor | None] | None:
+    def layout(self) -> Layout | None:
         if not self.opened:
-            return *self._tails(), None, None
-        if len(self.first[0]) or len(self.keys) != len(self.values) or not len(self.keys):
+            return Layout(*self._tails())
+        coded = min(map(len, self.sides))
+        if not coded:
             return None
-        keys, values = self.keys.layout(), self.values.layout()
-        if keys is None or values is None:
+        read = [side.layout(0, coded) for side in self.sides]
+        if read[0] is None or read[1] is None:
             return None
-        return keys, values, *(self._tails() if len(self.tail[0]) else (None, None))
+        plain = []
+        for first, side, tail in zip(self.first, self.sides, self.tail, strict=True):
+            parts = [first.view()] if len(first) else []
+            parts += [side.rows(coded)] if len(side) > coded else []  # KIVI writes values down sooner than keys
+            parts += [tail.view()] if len(tail) else []
+            plain.append([part.to(self.shape.dtype) for part in parts])
+        beside = (_joined(plain[0]), _joined(plain[1])) if plain[0] else None
+        return Layout(read[0], read[1], beside, len(self.first[0]))
 
     def _tails(self) -> tuple[Tensor, Tensor]:
         keys, values = (tail.view().to(self.shape.dtype) for tail in self.tail)
@@ -252,6 +260,10 @@ class CodedState(StoreState):
             parts += [tail.view()] if len(tail) else []
             out.append(torch.cat([part.to(self.shape.dtype) for part in parts], 2))
         return out[0], out[1]
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _drop(buffer: Buffer, count: int) -> None:

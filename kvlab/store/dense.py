@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvlab.buffer import Buffer
-from kvlab.store.base import LayerShape, Store, StoreState, split
+from kvlab.store.base import LayerShape, Layout, Store, StoreState, split
 from kvlab_kernels import cpu
 
 
@@ -69,8 +69,8 @@ class DenseState(StoreState):
     def keys_at(self, start: int, stop: int) -> tuple[Tensor, int]:
         return self.keys.view()[:, :, start:stop], start
 
-    def layout(self) -> tuple[Tensor, Tensor, None, None]:
-        return self.keys.view(), self.values.view(), None, None
+    def layout(self) -> Layout:
+        return Layout(self.keys.view(), self.values.view())
 
     def blocks(self, rows: int = cpu.MAX_ROWS + 1) -> Iterator[tuple[int, int]]:
         # nothing is unpacked, so there is no scratch to keep small: one block reads memory in one sweep

@@ -166,7 +166,7 @@ class LowRankSide(Side):
     def take(self, index: Tensor) -> Tensor:
         return self.inner.take(index) @ self.basis.view().mT + self.mean.view()
 
-    def layout(self) -> None:
+    def layout(self, start: int = 0, stop: int | None = None) -> None:
         return None  # no kernel reads coefficients yet
 
     def select(self, index: Tensor) -> None:

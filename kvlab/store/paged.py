@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlab.buffer import Buffer
-from kvlab.store.base import LayerShape, Store, StoreState
+from kvlab.store.base import LayerShape, Layout, Store, StoreState
 from kvlab.strategy import param
 
 
@@ -120,8 +120,21 @@ class PagedState(StoreState):
     def value_rows(self, start: int, stop: int) -> Tensor:
         return self._rows(1)[:, :, start:stop].float()
 
-    def layout(self) -> None:
-        return None
+    def layout(self) -> Layout | None:
+        if not self.filed:
+            return Layout(self.tail[0].view(), self.tail[1].view())
+        shape, (keys, values) = self.shape, (pages.view() for pages in self.pages)
+        row, head, place = self._owners()
+        table = torch.zeros((shape.batch, shape.kv_heads + 1, self._places), dtype=torch.int32, device=shape.device)
+        table[row, head, place] = torch.arange(len(row), dtype=torch.int32, device=shape.device)
+        heads = (-1, shape.kv_heads, -1, -1)
+        keys, values = (x[:, 0].flatten(0, 1).unsqueeze(1).expand(heads) for x in (keys, values))
+        # what a shorter head does not hold comes first: whole pages of nobody, then holes in its oldest page
+        held = torch.zeros((shape.batch, shape.kv_heads + 1), dtype=torch.int32, device=shape.device)
+        held.index_put_((row, head), torch.tensor(self.page, dtype=torch.int32, device=shape.device), accumulate=True)
+        start = (self._places * self.page - held).clamp(min=self._short)
+        plain = (self.tail[0].view(), self.tail[1].view()) if len(self.tail[0]) else None
+        return Layout(keys, values, plain, table=table[:, : shape.kv_heads], start=start[:, : shape.kv_heads])
 
     def blocks(self, rows: int) -> Iterator[tuple[int, int]]:
         if self.filed:

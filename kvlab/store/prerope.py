@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvlab.store.base import Around, LayerShape, Store, StoreState, block_rows, split
+from kvlab.store.base import Around, LayerShape, Layout, Store, StoreState, block_rows, split
 from kvlab.store.int import Int
 from kvlab.strategy import param
 from kvlab_kernels import cpu
-from kvlab_kernels.layout import Codes
+from kvlab_kernels.layout import Codes, Places
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,23 @@ class PreRopeState(Around):
         assert rope is not None
         columns = self.columns.view()[:, :, begin:stop] if len(self.columns) else None
         last = stop if columns is None else int(columns[..., -1].max()) + 1
-        places = cpu.Places(rope.table(last, query.device), columns, begin)
+        places = Places(rope.table(last, query.device), columns, begin)
         return cpu.score(query, keys, places)[..., start - begin :]
+
+    def layout(self) -> Layout | None:
+        found, rope = self.inner.layout(), self.shape.rope
+        assert rope is not None
+        if found is None or rope.interleaved or found.turned[0] is not None or found.table is not None:
+            return None
+        front, plain = found.front, found.plain
+        coded = len(self) - (0 if plain is None else plain[0].shape[2])
+        columns = self.columns.view()[:, :, front : front + coded] if len(self.columns) else None
+        last = len(self) if columns is None else int(columns[..., -1].max()) + 1
+        if plain is not None:
+            first, rest = plain[0].split((front, plain[0].shape[2] - front), 2)
+            keys = [self._turn(x, start).to(x.dtype) for x, start in ((first, 0), (rest, front + coded)) if x.shape[2]]
+            plain = (torch.cat(keys, 2), plain[1])
+        return replace(found, plain=plain, places=Places(rope.table(last, self.shape.device), columns, front))
 
     def _compiled(self, rows: int, start: int, stop: int) -> tuple[Tensor | Codes, int] | None:
         """The inner store's keys as they lie and where they begin, if machine code can turn and multiply them in one sweep."""

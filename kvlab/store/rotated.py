@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvlab.buffer import Buffer
-from kvlab.store.base import Around, LayerShape, Store, StoreState
+from kvlab.store.base import Around, LayerShape, Layout, Store, StoreState
 from kvlab.store.int import Int
 from kvlab.strategy import param
 from kvlab_kernels.layout import Codes
@@ -221,6 +221,17 @@ class RotatedState(Around):
             return super().rows_at(index)
         keys, values = self.inner.rows_at(index)
         return self.read(0, keys), self.read(1, values)
+
+    def layout(self) -> Layout | None:
+        found = self.inner.layout()
+        if found is None or self.settings.heads > 1:
+            return None
+        keys, values = self.turns
+        return replace(
+            found,
+            turned=(keys.there if keys is not None else None, values.there if values is not None else None),
+            back=values.back if values is not None else None,
+        )
 
     def keys_at(self, start: int, stop: int) -> tuple[Tensor | Codes, int] | None:
         as_they_are = self.turns[0] is None and self.settings.heads == 1

@@ -53,8 +53,8 @@ class Side(ABC):
         return None
 
     @abstractmethod
-    def layout(self) -> Tensor | Codes | None:
-        """What fused kernels read, or None."""
+    def layout(self, start: int = 0, stop: int | None = None) -> Tensor | Codes | None:
+        """What fused kernels read of rows ``start:stop`` (``start`` where a group begins), views only; None if no kernel reads them as they lie."""
 
     @abstractmethod
     def select(self, index: Tensor) -> None:
@@ -105,8 +105,8 @@ class PlainSide(Side):
     def take(self, index: Tensor) -> Tensor:
         return self.data.take(index).float()
 
-    def layout(self) -> Tensor:
-        return self.data.view()
+    def layout(self, start: int = 0, stop: int | None = None) -> Tensor:
+        return self.data.view()[:, :, start:stop]
 
     def select(self, index: Tensor) -> None:
         self.data.select(index)

@@ -108,6 +108,23 @@ def attention(q, k, v, scaling, bias=None, softcap=None, sinks=None, length=None
     return out, lse
 
 
+def mass(q, k, v, scaling, since=0, **options):
+    """What the queries from ``since`` on give each key, float64 ``[B, Hk, N + R]``: one key at a time, its value 1 and all others 0."""
+    k, v = values(k), values(v)
+    batch, kv_heads, n, _ = k.shape
+    tail = options.get("residual_v")
+    total = n + (0 if tail is None else tail.shape[2])
+    found = torch.zeros(batch, kv_heads, total, dtype=torch.float64)
+    group = q.shape[1] // kv_heads
+    for at in range(total):
+        own = torch.zeros(batch, kv_heads, total, v.shape[3])
+        own[:, :, at] = 1
+        rest = {} if tail is None else {"residual_v": own[:, :, n:]}
+        out, _ = attention(q, k, own[:, :, :n], scaling, **{**options, **rest})
+        found[:, :, at] = out[..., 0].view(batch, kv_heads, group, -1)[..., since:].sum((2, 3))
+    return found
+
+
 def random_codes(batch, heads, n, dim, bits, axis, group_size, *, table=False, capacity=None, scale_dtype=torch.float16, zeros=True, format="int"):
     """Codes of every value with plausible scales; with ``capacity``, views of a longer cache whose other rows are poisoned."""
     capacity = capacity or n

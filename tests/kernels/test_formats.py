@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from kernel_oracle import TOLERANCE, attention, check, random_codes, unpaged, values
+from kernel_oracle import attention, check, error, random_codes, unpaged, values
+from kernel_oracle import mass as expected_mass
 
 from kvlab_kernels import launch
-from kvlab_kernels.decode import decode_attention, paged_decode_attention
+from kvlab_kernels.decode import decode_attention, paged_decode_attention, scored_decode_attention
 from kvlab_kernels.layout import Codes, Places, dequantize
 
 SMALL = launch.Settings(block_n=16)
@@ -159,6 +160,39 @@ def test_the_layout_of_vllm():
     got = paged_decode_attention(q, k.transpose(1, 2), v.transpose(1, 2), table, length=41, scaling=0.2, settings=SMALL)
     rows = [x[[4, 0, 7]].flatten(0, 1).transpose(0, 1)[None, :, :41] for x in (k, v)]
     check(got, attention(q, *rows, 0.2), torch.float32)
+
+
+SCORED = [
+    ("dense", 1, 0, {}),
+    ((4, "channel", 16), 3, 1, dict(softcap=3.0)),
+    ((8, "token", 16), 1, 0, dict(start=torch.tensor([3, 18]), length=torch.tensor([17, 20]))),
+    ((3, "channel", 10), 12, 5, dict(masked=True)),
+]
+
+
+@pytest.mark.parametrize("kind, queries, since, more", SCORED, ids=str)
+def test_what_each_key_gets(kind, queries, since, more, poison):
+    """By one key's value being 1, in float64; 24 query rows of a KV head are more than a program holds."""
+    k = query(2, 2, 20, 32) if kind == "dense" else random_codes(2, 2, 20, 32, *kind)
+    v, tail = random_codes(2, 2, 20, 32, 4, "token", 32), (query(2, 2, 3, 32), query(2, 2, 3, 32))
+    more = more | dict(residual_k=tail[0], residual_v=tail[1], sinks=torch.randn(4))
+    if more.pop("masked", False):
+        more["bias"] = torch.zeros(1, 1, queries, 23).masked_fill(torch.rand(23) < 0.4, -torch.inf)
+        more["bias"][:, :, 2] = -torch.inf
+    q = query(2, 4, queries, 32)
+    *got, mass = scored_decode_attention(q, k, v, scaling=0.2, since=since, splits=2, settings=SMALL, **more)
+    check(got, attention(q, k, v, 0.2, **more), torch.float32)
+    want = expected_mass(q, k, v, 0.2, since, **more)
+    assert error(mass, want) < 1e-5
+
+
+def test_what_each_key_in_pages_gets(poison):
+    k, v = query(9, 2, 5, 32), query(9, 2, 5, 32)
+    table = torch.tensor([[[4, 0, 7]], [[8, 1, 2]]], dtype=torch.int32)
+    q, length = query(2, 4, 1, 32), torch.tensor([15, 6])
+    *_, mass = scored_decode_attention(q, k, v, table, length=length, scaling=0.2, settings=SMALL)
+    assert error(mass, expected_mass(q, unpaged(k, table), unpaged(v, table), 0.2, length=length)) < 1e-5
+    assert not mass[1, :, 6:].any() and torch.allclose(mass.sum(2), torch.full((2, 2), 2.0), atol=1e-5)  # two query heads share a key
 
 
 @pytest.mark.parametrize(
