@@ -226,10 +226,17 @@ def attend(
         return out, None, 0
 
     gap, counts = layer.gap(), layer.log_counts()
-    if stored and not layer.observes and watch is None and gap is None and not layer.looks and fused(query, new_values):
-        layout = store.layout()
-        if layout is not None and triton_reads(layout):
-            return _decode(layer, layout, query, rule, scale, softcap, sinks, counts), None, 0
+    since = layer.keep.counted(q_len) if layer.observes else None
+    if watch is None and gap is None and not layer.looks and (since is not None or not layer.observes):
+        if stored and fused(query, new_values):
+            layout = store.layout()
+            if layout is not None and triton_reads(layout):
+                return *_decode(layer, layout, query, rule, scale, softcap, sinks, counts, since), 0
+        elif not stored and since is not None and rule.causal and rule.padding is None and scorable(query, new_values):
+            from kvlab_kernels.scored import scored_attention
+
+            out, _, mass = scored_attention(query, new_keys, new_values, scaling=scale, softcap=softcap, sinks=sinks, since=since)
+            return out, mass, 0
 
     total = stored + new
     evidence = torch.zeros((b, hk, total), dtype=torch.float32, device=query.device) if layer.observes else None
@@ -316,8 +323,13 @@ def _picked(
 
 def fused(query: Tensor, values: Tensor) -> bool:
     """Whether the Triton kernel serves these queries: a few of them, on a GPU (or in the interpreter, where ``KVLAB_FUSED=1`` asks for it)."""
-    few = query.shape[2] <= 16 and query.shape[3] <= 256 and query.shape[3] == values.shape[3] and query.dtype == values.dtype
-    return few and query.dtype != torch.float64 and backend(query.device) == "triton"
+    return query.shape[2] <= 16 and scorable(query, values)
+
+
+def scorable(query: Tensor, values: Tensor) -> bool:
+    """Whether Triton kernels take heads of this kind, and are what runs."""
+    fits = query.shape[3] <= 256 and query.shape[3] == values.shape[3] and query.dtype == values.dtype != torch.float64
+    return fits and backend(query.device) == "triton"
 
 
 def backend(device: torch.device | str | None = None) -> str:
@@ -343,9 +355,13 @@ def _decode(
     softcap: float | None,
     sinks: Tensor | None,
     counts: Tensor | None,
-) -> Tensor:
-    """The fused kernel: it reads what is stored as it lies, no dense copy. The new tokens and plain ones are its second part."""
-    from kvlab_kernels.decode import decode_attention, paged_decode_attention
+    since: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The fused kernel: it reads what is stored as it lies, no dense copy. The new tokens and plain ones are its second part.
+
+    ``since``: also what each key got from the queries from there on, in the order of the layer's rows.
+    """
+    from kvlab_kernels.decode import decode_attention, paged_decode_attention, scored_decode_attention
 
     assert layer.new_keys is not None and layer.new_values is not None
     new = [layer.new_keys, layer.new_values]
@@ -356,12 +372,29 @@ def _decode(
     beside = new if layout.plain is None else [torch.cat(pair, 2) for pair in zip(layout.plain, new, strict=True)]
     given: dict[str, Any] = {"scaling": scale, "softcap": softcap, "sinks": sinks, "places": layout.places}
     given |= {"residual_k": beside[0], "residual_v": beside[1], "bias": _bias(layer, layout, query, rule, counts)}
-    if layout.table is None:
-        out, _ = decode_attention(query, layout.keys, layout.values, **given)
-    else:
+    pages = () if layout.table is None else (layout.table,)
+    if layout.table is not None:
         given |= {"start": layout.start, "length": layout.table.shape[2] * layout.keys.shape[2]}  # type: ignore[union-attr]
-        out, _ = paged_decode_attention(query, layout.keys, layout.values, layout.table, **given)
-    return out if layout.back is None else layout.back(out).to(query.dtype)
+    mass = None
+    if since is not None:
+        out, _, mass = scored_decode_attention(query, layout.keys, layout.values, *pages, since=since, **given)
+        mass = _in_order(layer, layout, mass)
+    elif pages:
+        out, _ = paged_decode_attention(query, layout.keys, layout.values, *pages, **given)
+    else:
+        out, _ = decode_attention(query, layout.keys, layout.values, **given)
+    return out if layout.back is None else layout.back(out).to(query.dtype), mass
+
+
+def _in_order(layer: Layer, layout: Layout, mass: Tensor) -> Tensor:
+    """What the kernel says of its keys ``[B, H, keys]`` as what is said of the layer's rows, ``[B, H, stored + new]``: the inverse of :func:`_bias`."""
+    assert layer.new_keys is not None
+    rows = len(layer.store) + layer.new_keys.shape[2]
+    mass = mass[..., mass.shape[2] - rows :]  # holes of pages come first
+    if not layout.front or layout.plain is None:
+        return mass
+    coded = len(layer.store) - layout.plain[0].shape[2]
+    return torch.cat([mass[..., coded : coded + layout.front], mass[..., :coded], mass[..., coded + layout.front :]], -1)
 
 
 def _bias(layer: Layer, layout: Layout, query: Tensor, rule: Rule, counts: Tensor | None) -> Tensor | None:

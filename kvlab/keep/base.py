@@ -144,6 +144,13 @@ class Keep(Method, abstract=True):
         """
         return weights.sum((2, 3))
 
+    def counted(self, queries: int) -> int | None:
+        """From which of a step's ``queries`` on :meth:`observe` adds plain weights up; None: it makes something else of them.
+
+        Kernels that never hold the weights add them up by themselves, and :meth:`observe` is not asked.
+        """
+        return 0 if type(self).observe is Keep.observe else None
+
     def beside(self, batch: int, kv_heads: int) -> float:
         """Bytes of one layer for each held token beside the store's: its column, once any has gone, and its evidence."""
         lists = {"never": 1, "row": batch, "head": batch * kv_heads}[self.differs]
@@ -331,6 +338,9 @@ class Around(Keep, abstract=True):
 
     def observe(self, weights: Tensor, after: int) -> Tensor:
         return self.inner.observe(weights, after)  # type: ignore[no-any-return]
+
+    def counted(self, queries: int) -> int | None:
+        return self.inner.counted(queries)  # type: ignore[no-any-return]
 
     def priority(self, held: Held) -> Tensor:
         return self.inner.priority(held)  # type: ignore[no-any-return]

@@ -42,5 +42,8 @@ class SnapKV(Budgeted):
         watching = max(0, min(weights.shape[3], self.recent - after))
         return weights[..., weights.shape[3] - watching :, :].sum((2, 3))
 
+    def counted(self, queries: int) -> int | None:
+        return max(0, queries - self.recent) if type(self).observe is SnapKV.observe else None
+
     def worth(self, held: Held) -> Tensor:
         return F.max_pool1d(super().worth(held), self.pool, 1, self.pool // 2)

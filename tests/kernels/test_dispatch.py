@@ -1,0 +1,124 @@
+"""Where the Triton kernels run, kvlab's layers give what torch's way gives, whatever the store, and keep what it keeps."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvlab
+from kvlab import KVCache, Strategy, attach, attention, keep, store
+from kvlab.cache import forward
+from kvlab_kernels import decode, scored
+
+PROMPT, STEPS = 21, 2
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=64, num_hidden_layers=1)
+    made = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=256, initializer_range=0.5, **sizes)).eval()
+    attach(made)
+    return made
+
+
+def run(model, strategy, batch=1, padded=False):
+    """Logits of the last token after the prompt and after each step, and the columns held at the end."""
+    torch.manual_seed(1)
+    ids = torch.randint(0, 64, (batch, PROMPT + STEPS))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, :5] = 0
+    cache, logits = KVCache(model, strategy), []
+    for start, stop in [(0, PROMPT), *((i, i + 1) for i in range(PROMPT, PROMPT + STEPS))]:
+        given = dict(padding=mask[:, :stop]) if padded else {}
+        with torch.no_grad():
+            logits.append(forward(model, ids[:, start:stop], cache, **given)[:, -1])
+    return torch.stack(logits), [layer.dense()[2] for layer in cache.layers]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each kernel was asked."""
+    count = dict.fromkeys(("decode_attention", "paged_decode_attention", "scored_decode_attention", "scored_attention"), 0)
+
+    def counting(module, name):
+        whole = getattr(module, name)
+
+        def called(*args, **options):
+            count[name] += 1
+            return whole(*args, **options)
+
+        monkeypatch.setattr(module, name, called)
+
+    for name in count:
+        counting(scored if name == "scored_attention" else decode, name)
+    return count
+
+
+INT = store.Int(bits=4, group_size=8)
+STORES = [
+    (store.Dense(), {}),
+    (INT, {}),
+    (store.Int(bits=3, group_size=8, residual=3), {}),
+    (store.Int(bits=8, group_size=8, symmetric=True), {}),
+    (store.Int(bits=4, group_size=16, levels="normal"), {}),
+    (store.Int(bits=4, group_size=8, sinks_exact=3), {}),
+    (store.KIVI(bits=2, group_size=8, residual=8), {}),
+    (store.Fp8(), {}),
+    (store.Fp8(format="e5m2"), {}),
+    (store.PreRope(store.Dense()), {}),
+    (store.PreRope(store.Int(bits=4, group_size=8, sinks_exact=2)), {}),
+    (store.Rotated(INT), {}),
+    (store.Rotated(INT, values=False), {}),
+    (store.Mixed(bits=4, value_bits=2, group_size=8), {}),
+    (INT, dict(padded=True, batch=2)),
+    (store.Int(bits=4, group_size=8, sinks_exact=3), dict(padded=True, batch=2)),
+]
+
+
+@pytest.mark.parametrize("how, more", STORES, ids=str)
+def test_every_store_is_read_as_it_lies(model, how, more, calls, monkeypatch):
+    want, _ = run(model, Strategy(store=how), **more)
+    assert not any(calls.values())
+    monkeypatch.setenv("KVLAB_FUSED", "1")
+    assert kvlab.backend("cpu") == "triton"
+    got, _ = run(model, Strategy(store=how), **more)
+    assert calls["decode_attention"] == STEPS
+    assert (got - want).abs().max() < 2e-4 * want.abs().max()
+
+
+SCORED = {"scored_decode_attention", "scored_attention"}
+H2O = keep.HeavyHitter(budget=12, recent=4)
+KEEPS = [
+    (Strategy(H2O), SCORED, False),
+    (Strategy(H2O), SCORED, True),
+    (Strategy(H2O, store.Int(bits=4, group_size=8, sinks_exact=2)), SCORED, True),
+    (Strategy(keep.SnapKV(budget=16, recent=8)), SCORED, False),
+    (Strategy(keep.AdaKV(H2O), store.Paged(page=4)), SCORED, False),
+    (Strategy(keep.AdaKV(H2O), store.Paged(page=4)), SCORED, True),
+    (Strategy(keep.Merge(H2O)), SCORED, False),
+    (Strategy(keep.Window(size=12)), {"decode_attention"}, True),
+    (Strategy(keep.KeyDiff(budget=12, recent=4), store.PreRope(INT)), {"decode_attention"}, False),
+    (Strategy(keep.TOVA(budget=12)), set(), False),
+]
+
+
+@pytest.mark.parametrize("how, kernels, padded", KEEPS, ids=str)
+def test_every_keep_holds_the_same(model, how, kernels, padded, calls, monkeypatch):
+    """The evidence is the same sums, so the same tokens stay; methods that make something else of the weights go torch's way."""
+    more = dict(padded=padded, batch=1 + padded)
+    want, held = run(model, how, **more)
+    monkeypatch.setenv("KVLAB_FUSED", "1")
+    got, kept = run(model, how, **more)
+    asked = {name for name, count in calls.items() if count}
+    assert asked == kernels - ({"scored_attention"} if padded else set())
+    for mine, theirs in zip(kept, held, strict=True):
+        assert torch.equal(mine, theirs)
+    assert (got - want).abs().max() < 2e-4 * want.abs().max()
+
+
+def test_one_scale_for_all_keys_goes_the_way_of_torch(model, calls, monkeypatch):
+    monkeypatch.setenv("KVLAB_FUSED", "1")
+    run(model, Strategy(store=store.Int(bits=8, group_size=8, key_axis="tensor")))
+    assert not any(calls.values())
+    assert attention.backend("cpu") == "triton"
