@@ -83,6 +83,7 @@ nightly: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
 	KVLAB_PANELS=all $(PY) -m pytest -q tests/browser/test_panels.py
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST) $(PY) -m pytest -q tests/test_families.py tests/test_generate.py
 	KVLAB_CASES=10000 $(PY) -m pytest -q tests/test_parity.py
+	TRITON_INTERPRET=1 KVLAB_COMPILE=all $(PY) -m pytest -q -n 2 tests/kernels/test_compile.py
 
 ## make clean      remove .venv and caches (not the model: `kvlab model` says where it lies)
 clean:

@@ -199,8 +199,11 @@ def _thirds(base, n0, rows, ok, page, X: tl.constexpr, CHUNK: tl.constexpr, TRAN
 @triton.jit
 def _per_token(base, n0, rows, ok, page, X: tl.constexpr, G: tl.constexpr, BLOCK_N: tl.constexpr):
     """Column G of the scales or zeros of a tile's tokens, [BLOCK_N]."""
-    start, inner = _offsets(n0, rows, page, X.scale_row, X.scale_page, X.page, BLOCK_N)
-    return tl.load(base + start + inner.to(tl.int64) + G, mask=ok, other=0.0)
+    if X.page == 0:
+        return tl.load(base + (n0 + rows).to(tl.int64) * X.scale_row + G, mask=ok, other=0.0)
+    else:
+        start, inner = _offsets(n0, rows, page, X.scale_row, X.scale_page, X.page, BLOCK_N)
+        return tl.load(base + start + inner + G, mask=ok, other=0.0)
 
 
 @triton.jit

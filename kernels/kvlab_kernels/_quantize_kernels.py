@@ -53,19 +53,30 @@ def quantize_channel(x, codes, scale, zero, heads, x_b, x_h, x_n, x_d, c_b, c_h,
 
 
 @triton.jit
-def _part(x, n, good, x_n, x_d, first, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
-    """Channels ``first .. first + CHUNK`` of the tokens ``n``, float32 [ROWS, COLUMNS]."""
+def _part(x, n, live, x_n, x_d, matrix, first, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Channels ``first .. first + CHUNK`` of the tokens ``n``, float32 [ROWS, COLUMNS]: as they lie, or of their products with ``matrix``."""
     j = tl.arange(0, COLUMNS)
-    return tl.load(x + n[:, None] * x_n + ((first + j) * x_d)[None, :], mask=good, other=0.0).to(tl.float32)
+    inside = (j < CHUNK)[None, :]
+    if matrix is None:
+        return tl.load(x + n[:, None] * x_n + ((first + j) * x_d)[None, :], mask=live[:, None] & inside, other=0.0).to(tl.float32)
+    else:
+        total = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for d0 in range(0, D, 32):
+            d = d0 + tl.arange(0, 32)
+            rows = tl.load(x + n[:, None] * x_n + (d * x_d)[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+            part = tl.load(matrix + d[:, None] * D + (first + j)[None, :], mask=(d < D)[:, None] & inside, other=0.0)
+            total = tl.dot(rows, part, total, input_precision="tf32x3")
+        return total
 
 
 @triton.jit(do_not_specialize=["heads", "tokens"])
-def quantize_token(x, codes, scale, zero, heads, tokens, x_b, x_h, x_n, x_d, c_b, c_h, c_n, s_b, s_h, s_n, z_b, z_h, z_n,
+def quantize_token(x, matrix, codes, scale, zero, heads, tokens, x_b, x_h, x_n, x_d, c_b, c_h, c_n, s_b, s_h, s_n, z_b, z_h, z_n,
                    BITS: tl.constexpr, SIZE: tl.constexpr, PLANE: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr, LARGEST: tl.constexpr):  # fmt: skip
-    """ROWS tokens. A chunk of CHUNK bytes is so narrow that each of its fields lies within one group of SIZE channels.
+                   COLUMNS: tl.constexpr, D: tl.constexpr, LARGEST: tl.constexpr):  # fmt: skip
+    """ROWS tokens, or with ``matrix`` [D, D] their products with it, which are never written down.
 
-    The rows are read twice, once for the ranges and once for the codes; the second time they come from the cache.
+    A chunk of CHUNK bytes is so narrow that each of its fields lies within one group of SIZE channels. Every number is read, or multiplied, twice: once
+    for the range of its group and once for its code. The second time it comes from the processor's cache.
     """
     TOP: tl.constexpr = 2.0**BITS - 1.0
     FIELDS: tl.constexpr = 8 // BITS
@@ -84,7 +95,7 @@ def quantize_token(x, codes, scale, zero, heads, tokens, x_b, x_h, x_n, x_d, c_b
         high = tl.full([ROWS], float("-inf"), tl.float32)
         for part in tl.static_range(CHUNKS * FIELDS):
             if (part % FIELDS * PLANE + part // FIELDS * CHUNK) // SIZE == g:
-                v = _part(x, n, good, x_n, x_d, part % FIELDS * PLANE + part // FIELDS * CHUNK, CHUNK, COLUMNS)
+                v = _part(x, n, live, x_n, x_d, matrix, part % FIELDS * PLANE + part // FIELDS * CHUNK, D, CHUNK, ROWS, COLUMNS)
                 low = tl.minimum(low, tl.min(tl.where(good, v, float("inf")), 1))
                 high = tl.maximum(high, tl.max(tl.where(good, v, float("-inf")), 1))
         low, high = tl.where(live, low, 0.0), tl.where(live, high, 0.0)
@@ -96,7 +107,7 @@ def quantize_token(x, codes, scale, zero, heads, tokens, x_b, x_h, x_n, x_d, c_b
     for chunk in tl.static_range(CHUNKS):
         packed = tl.zeros([ROWS, COLUMNS], tl.int32)
         for field in tl.static_range(FIELDS):
-            v = _part(x, n, good, x_n, x_d, field * PLANE + chunk * CHUNK, CHUNK, COLUMNS)
+            v = _part(x, n, live, x_n, x_d, matrix, field * PLANE + chunk * CHUNK, D, CHUNK, ROWS, COLUMNS)
             z = zeros[(field * PLANE + chunk * CHUNK) // SIZE][:, None]
             packed |= _code(v, z, divisors[(field * PLANE + chunk * CHUNK) // SIZE][:, None], TOP) << (field * BITS)
         tl.store(codes + b * c_b + h * c_h + n[:, None] * c_n + (chunk * CHUNK + j)[None, :], packed.to(tl.uint8), mask=good)

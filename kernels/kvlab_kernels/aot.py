@@ -177,6 +177,7 @@ def jobs(arch: int) -> Iterator[Job]:
     yield from decode_jobs(arch)
     yield from quantize_jobs()
     yield from scored_jobs()
+    yield from row_jobs()
 
 
 def decode_jobs(arch: int) -> Iterator[Job]:
@@ -223,7 +224,7 @@ def decode_jobs(arch: int) -> Iterator[Job]:
         yield job(f"int{bits} table", bf16, ints(bits, table=True), hot=False)
         yield job(f"int{bits} fp32", fp32, ints(bits), hot=False)
         for dim, size in ((64, 64), (80, 80), (96, 32), (256, 64)):
-            yield job(f"int{bits} d{dim} g{size}", bf16, ints(bits, size, dim), hot=dim == 64)
+            yield job(f"int{bits} d{dim} g{size}", bf16, ints(bits, size, dim), hot=dim == 64 and bits > 2)
     yield job("int4 keys int8 values", bf16, (ints(4)[0], ints(8)[1]))
 
     def both(bits: int, axis: str = "token", size: int = 128, zeros: bool = True, format: str = "int") -> Pair:
@@ -262,6 +263,11 @@ def decode_jobs(arch: int) -> Iterator[Job]:
         yield paged(f"bf16 dense pages of {page}", page, (blocks, blocks))
         for bits in (8, 4):
             yield paged(f"int{bits} pages of {page}", page, pool(bits, page))
+    for name, kv, options in (("bf16 dense", dense(bf16), {}), ("int8", ints(8), {}), ("int4", ints(4), {}), ("int4 softcap", ints(4), {"softcap": 30.0})):
+        rest = meta(batch, kv_heads, 128, 128, dtype=bf16)
+        q = meta(batch, kv_heads * 4, 1, 128, dtype=bf16)
+        work = decode.plan(q, *kv, 0.1, residual_k=rest, residual_v=rest, since=0, device=pretend(arch), **options)
+        yield Job("decode_split", f"{name} mass", kernels.decode_split, work.mass_args, work.mass_constants, work.options)
     q, sinks = meta(8, 32, 1, 128, dtype=bf16), meta(32, dtype=bf16)
     work = decode.plan(q, *dense(bf16), 0.1, sinks=sinks, device=pretend(arch))
     yield Job("decode_merge", "bf16 sinks", kernels.decode_merge, work.merge_args, work.merge_constants, {"num_warps": 2}, False)
@@ -274,6 +280,25 @@ def quantize_jobs() -> Iterator[Job]:
             for axis, size in (("channel", 64), ("token", 64), ("token", 32)):
                 kernel, _, args, constants, options = quantize.plan(x, destination(x, bits, axis, size, torch.float16, None))
                 yield Job(f"quantize_{axis}", f"{_TYPES[dtype]} int{bits} g{size}", kernel, args, constants, options, False)
+
+
+def row_jobs() -> Iterator[Job]:
+    """Rows that are rotated and quantized, gathered, or turned on."""
+    from . import _row_kernels as kernels
+
+    for dtype in (torch.bfloat16, torch.float32):
+        for dim in (64, 128, 256):
+            x, matrix = meta(8, 8, 4096, dim, dtype=dtype), meta(dim, dim, dtype=torch.float32)
+            for bits in (8, 4, 2):
+                out = destination(x, bits, "token", 64, torch.float16, None)
+                kernel, _, args, constants, options = quantize.plan(x, out, matrix)
+                yield Job("quantize_token", f"{_TYPES[dtype]} int{bits} d{dim} rotated", kernel, args, constants, options, False)
+    x, index = meta(8, 8, 4096, 16, dtype=torch.int64), meta(8, 8, 1024, dtype=torch.int64)
+    sizes = dict(W=16, ROWS=256, COLUMNS=16)
+    yield Job("gather", "128 bytes", kernels.gather, (x, index, x, 8, 1024, *x.stride()[:3], *index.stride()[:2], *x.stride()[:3]), sizes, {}, False)
+    k, places, waves = meta(8, 8, 4096, 128, dtype=torch.bfloat16), meta(8, 8, 4096, dtype=torch.int32), meta(131072, 128, dtype=torch.float32)
+    args = (k, places, waves, k, 8, 4096, *k.stride()[:3], *places.stride(), 128, *k.stride()[:3], 1.0)
+    yield Job("turn", "bf16 d128", kernels.turn, args, dict(D=128, HALF=64, P=64, ROWS=32, STEP=64), {"num_warps": 4}, False)
 
 
 def scored_jobs() -> Iterator[Job]:

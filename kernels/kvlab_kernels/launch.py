@@ -114,9 +114,10 @@ def settings(
     """
     major, _ = capability(device)
     found = TABLE[min(max(major, 8), 10)][bits]
-    wanted = 4 if columns > 8 or lookup else 2 if extras or head_dim != 128 else 1
+    many = columns > 8 or lookup or (extras and bits == 8) or (bits == 2 and head_dim < 128)
+    wanted = 4 if many else 2 if extras or head_dim != 128 else 1
     block_n = min(found.block_n, 8192 // head_dim)
-    if lookup or (bits < 16 and head_dim > 128):
+    if lookup or (bits <= 16 and head_dim > 128):
         block_n //= 2
     return replace(found, num_warps=max(found.num_warps, wanted), block_n=max(16, 1 << block_n.bit_length() - 1))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import launch
 from .layout import Codes
-from .reference import destination
+from .reference import destination, quantize_torch
 
 MAX_GROUP = 1024  # tokens of a channel group, which one program holds
 
@@ -32,7 +32,36 @@ def quantize(
     return out
 
 
-def plan(x: Tensor, out: Codes) -> tuple[Any, tuple[int, ...], tuple, dict[str, Any], dict[str, int]]:
+def rotate_quantize(
+    x: Tensor, matrix: Tensor, bits: int, group_size: int, scale_dtype: torch.dtype = torch.float16, out: Codes | None = None
+) -> Codes:
+    """``quantize(x @ matrix, bits, "token", group_size)`` in one kernel; the rotated rows are never written (QuaRot, arXiv 2404.00456).
+
+    ``x``: ``[B, H, N, D]``, D up to 256. ``matrix``: float32 ``[D, D]``, a Hadamard matrix over the root of D, say; products are summed in float32. Otherwise
+    as :func:`quantize`; :func:`rotate_quantize_torch` is the plain way.
+    """
+    launch.require_triton()
+    launch.check_device(x, matrix, *((out.codes, out.scale, out.zero) if out is not None else ()))
+    out = destination(x, bits, "token", group_size, scale_dtype, out)
+    d = x.shape[3]
+    if tuple(matrix.shape) != (d, d) or matrix.dtype != torch.float32:
+        raise ValueError(f"matrix is {matrix.dtype} {list(matrix.shape)}, must be torch.float32 {[d, d]}")
+    if d > 256:
+        raise ValueError(f"x has head dim {d}, must be 1 to 256")
+    if x.numel():
+        kernel, grid, args, constants, options = plan(x, out, matrix.contiguous())
+        kernel[grid](*args, **constants, **options)
+    return out
+
+
+def rotate_quantize_torch(
+    x: Tensor, matrix: Tensor, bits: int, group_size: int, scale_dtype: torch.dtype = torch.float16, out: Codes | None = None
+) -> Codes:
+    """:func:`rotate_quantize` in plain torch."""
+    return quantize_torch(x.float() @ matrix, bits, "token", group_size, scale_dtype, out)
+
+
+def plan(x: Tensor, out: Codes, matrix: Tensor | None = None) -> tuple[Any, tuple[int, ...], tuple, dict[str, Any], dict[str, int]]:
     """The launch: kernel, grid, arguments, compile-time constants and options."""
     from . import _quantize_kernels as kernels
 
@@ -55,11 +84,13 @@ def plan(x: Tensor, out: Codes) -> tuple[Any, tuple[int, ...], tuple, dict[str, 
     chunk = gcd(plane, size)
     columns = _power_of_2(chunk)
     rows = max(1, min(64, 2048 // max(columns, _power_of_2(plane))))
-    constants |= dict(CHUNK=chunk, ROWS=rows, COLUMNS=columns)
+    if matrix is not None:
+        rows, columns = 16, max(16, columns)  # what a matrix product takes
+    constants |= dict(CHUNK=chunk, ROWS=rows, COLUMNS=columns, D=d)
     return (
         kernels.quantize_token,
         (b * h, -(-n // rows)),
-        (x, out.codes, out.scale, out.zero, h, n, *strides),
+        (x, matrix, out.codes, out.scale, out.zero, h, n, *strides),
         constants,
         {"num_warps": 4},
     )

@@ -1,17 +1,12 @@
-"""What happens to rows of a cache between two steps: kept ones move together, keys are turned to new places, new ones are rotated and written as codes."""
+"""What happens to rows of a cache between two steps: kept ones move together, keys are turned to new places."""
 
 from __future__ import annotations
-
-from math import gcd
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import launch
 from .decode import DTYPES
-from .layout import Codes
-from .reference import destination, quantize_torch
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -78,7 +73,7 @@ def _words(*tensors: Tensor) -> list[Tensor]:
 def rope_shift(
     k: Tensor,
     places: Tensor | int,
-    frequencies: Tensor,
+    waves: Tensor,
     *,
     interleaved: bool = False,
     back: bool = False,
@@ -86,9 +81,10 @@ def rope_shift(
 ) -> Tensor:
     """Keys turned on by so many places: ``k`` ``[B, H, N, D]``, float32, float16 or bfloat16, last dim contiguous.
 
-    ``places``: an int, or int32 or int64 ``[B or 1, H or 1, N or 1]``: how far each key is moved (StreamingLLM, arXiv 2309.17453, numbers kept tokens anew).
-    ``frequencies``: float32 ``[R / 2]``, radians a place, of the first ``R`` channels; the rest stay as they are. ``interleaved``: pairs are
-    neighbours, otherwise halves. ``back``: the other way. ``out``: where to write, ``k`` itself allowed. Raises ValueError, naming what is allowed.
+    ``places``: an int, or int32 or int64 ``[B or 1, H or 1, N or 1]``: how far each key is moved (StreamingLLM, arXiv 2309.17453, numbers kept tokens anew),
+    below 0 for the other way. ``waves``: float32 ``[P, R]``, the cosines of each place (0 to P - 1) and then its sines; the first ``R`` channels are turned, the
+    rest stay as they are. ``interleaved``: pairs are neighbours, otherwise halves. ``back``: the other way. ``out``: where to write, ``k`` itself allowed.
+    Raises ValueError, naming what is allowed (values of ``places`` are not looked at on a GPU).
     """
     launch.require_triton()
     if k.ndim != 4 or k.dtype not in DTYPES or (k.stride(3) != 1 and k.shape[3] > 1):
@@ -96,9 +92,11 @@ def rope_shift(
             f"k is {k.dtype} {list(k.shape)}, must be float32, float16 or bfloat16 [B, H, N, D], its last dim contiguous"
         )
     b, h, n, d = k.shape
+    if waves.ndim != 2 or waves.dtype != torch.float32 or waves.shape[1] % 2 or not 2 <= waves.shape[1] <= d:
+        raise ValueError(f"waves is {waves.dtype} {list(waves.shape)}, must be float32 [P, R], R even and 2 to {d}")
     if isinstance(places, int):
         places = torch.full((1, 1, 1), places, dtype=torch.int32, device=k.device)
-    launch.check_device(k, places, frequencies, out)
+    launch.check_device(k, places, waves, out)
     from . import _row_kernels as kernels
 
     allowed = ({1, b}, {1, h}, {1, n})
@@ -108,60 +106,19 @@ def rope_shift(
         or any(s not in ok for s, ok in zip(places.shape, allowed))
     ):
         raise ValueError(f"places is {places.dtype} {list(places.shape)}, must be int32 or int64 [1 or {b}, 1 or {h}, 1 or {n}]")
-    half = frequencies.numel()
-    if frequencies.ndim != 1 or frequencies.dtype != torch.float32 or not 1 <= half <= d // 2:
-        raise ValueError(f"frequencies is {frequencies.dtype} {list(frequencies.shape)}, must be float32 [1 to {d // 2}]")
+    if places.device.type == "cpu" and places.numel() and int(places.abs().max()) >= len(waves):
+        raise ValueError(f"places go to {int(places.abs().max())}, waves to {len(waves) - 1}")
     if out is None:
         out = torch.empty_like(k, memory_format=torch.contiguous_format)
     elif out.shape != k.shape or out.dtype != k.dtype or (out.stride(3) != 1 and d > 1):
         raise ValueError(f"out is {out.dtype} {list(out.shape)}, must be {k.dtype} {list(k.shape)}, its last dim contiguous")
     if k.numel():
-        places = places.expand(b, h, n)
+        places, half = places.expand(b, h, n), waves.shape[1] // 2
+        waves = waves if waves.stride(1) == 1 else waves.contiguous()
         padded = 1 << (half - 1).bit_length()
         rows = max(1, min(64, 2048 // padded))
         kernels.turn[b * h, -(-n // rows)](
-            k, places, frequencies.contiguous(), out, h, n, *k.stride()[:3], *places.stride(), *out.stride()[:3], -1.0 if back else 1.0,
+            k, places, waves, out, h, n, *k.stride()[:3], *places.stride(), waves.stride(0), *out.stride()[:3], -1.0 if back else 1.0,
             D=d, HALF=half, P=padded, ROWS=rows, STEP=1 if interleaved else half, num_warps=4,
         )  # fmt: skip
     return out
-
-
-def rotate_quantize(
-    x: Tensor, matrix: Tensor, bits: int, group_size: int, scale_dtype: torch.dtype = torch.float16, out: Codes | None = None
-) -> Codes:
-    """``quantize(x @ matrix, bits, "token", group_size)`` in one kernel; the rotated rows are never written (QuaRot, arXiv 2404.00456).
-
-    ``x``: ``[B, H, N, D]``, float32, float16 or bfloat16, last dim contiguous. ``matrix``: float32 ``[D, D]``, a Hadamard matrix over the root of D, say;
-    products are summed in float32. Otherwise as :func:`kvlab_kernels.quantize.quantize`; :func:`rotate_quantize_torch` is the plain way.
-    """
-    launch.require_triton()
-    launch.check_device(x, matrix, *((out.codes, out.scale, out.zero) if out is not None else ()))
-    from . import _row_kernels as kernels
-
-    out = destination(x, bits, "token", group_size, scale_dtype, out)
-    b, h, n, d = x.shape
-    if tuple(matrix.shape) != (d, d) or matrix.dtype != torch.float32:
-        raise ValueError(f"matrix is {matrix.dtype} {list(matrix.shape)}, must be torch.float32 {[d, d]}")
-    if d > 256:
-        raise ValueError(f"x has head dim {d}, must be 1 to 256")
-    assert out.zero is not None
-    if x.numel():
-        x = x if x.stride(3) == 1 else x.contiguous()
-        plane = d * bits // 8
-        chunk = gcd(plane, group_size)
-        constants: dict[str, Any] = dict(
-            BITS=bits, SIZE=group_size, PLANE=plane, CHUNK=chunk, ROWS=16, COLUMNS=max(16, 1 << (chunk - 1).bit_length()), D=d,
-            P=max(16, 1 << (d - 1).bit_length()), LARGEST=torch.finfo(out.scale.dtype).max,
-        )  # fmt: skip
-        kernels.rotate_quantize[b * h, -(-n // 16)](
-            x, matrix.contiguous(), out.codes, out.scale, out.zero, h, n, *x.stride()[:3], *out.codes.stride()[:3], *out.scale.stride()[:3],
-            *out.zero.stride()[:3], **constants, num_warps=4,
-        )  # fmt: skip
-    return out
-
-
-def rotate_quantize_torch(
-    x: Tensor, matrix: Tensor, bits: int, group_size: int, scale_dtype: torch.dtype = torch.float16, out: Codes | None = None
-) -> Codes:
-    """:func:`rotate_quantize` in plain torch."""
-    return quantize_torch(x.float() @ matrix, bits, "token", group_size, scale_dtype, out)

@@ -11,9 +11,9 @@ import pytest
 import kvlab_kernels
 
 QUICK = {
-    90: ["bf16 dense", "int8 g64", "int4 g64", "int2 g64", "bf16 sinks", "bf16 int4 g64"],
-    80: ["int4 g64"],
-    100: ["int4 g64"],
+    90: ["int8 g64", "int4 g64", "bf16 sinks", "bf16 int4 g64", "int4 pages of 64", "int4 mass"],
+    80: ["int4 before RoPE"],
+    100: ["e4m3"],
 }
 SCRIPT = """
 import json, sys, torch

@@ -165,21 +165,21 @@ def test_the_layout_of_vllm():
 SCORED = [
     ("dense", 1, 0, {}),
     ((4, "channel", 16), 3, 1, dict(softcap=3.0)),
-    ((8, "token", 16), 1, 0, dict(start=torch.tensor([3, 18]), length=torch.tensor([17, 20]))),
-    ((3, "channel", 10), 12, 5, dict(masked=True)),
+    ((8, "token", 16), 1, 0, dict(start=torch.tensor([[3, 18]]), length=torch.tensor([[17, 20]]))),
+    ((3, "channel", 10), 9, 5, dict(masked=True)),
 ]
 
 
 @pytest.mark.parametrize("kind, queries, since, more", SCORED, ids=str)
 def test_what_each_key_gets(kind, queries, since, more, poison):
-    """By one key's value being 1, in float64; 24 query rows of a KV head are more than a program holds."""
-    k = query(2, 2, 20, 32) if kind == "dense" else random_codes(2, 2, 20, 32, *kind)
-    v, tail = random_codes(2, 2, 20, 32, 4, "token", 32), (query(2, 2, 3, 32), query(2, 2, 3, 32))
+    """By one key's value being 1, in float64; 18 query rows of a KV head are more than a program holds."""
+    k = query(1, 2, 20, 32) if kind == "dense" else random_codes(1, 2, 20, 32, *kind)
+    v, tail = random_codes(1, 2, 20, 32, 4, "token", 32), (query(1, 2, 3, 32), query(1, 2, 3, 32))
     more = more | dict(residual_k=tail[0], residual_v=tail[1], sinks=torch.randn(4))
     if more.pop("masked", False):
         more["bias"] = torch.zeros(1, 1, queries, 23).masked_fill(torch.rand(23) < 0.4, -torch.inf)
         more["bias"][:, :, 2] = -torch.inf
-    q = query(2, 4, queries, 32)
+    q = query(1, 4, queries, 32)
     *got, mass = scored_decode_attention(q, k, v, scaling=0.2, since=since, splits=2, settings=SMALL, **more)
     check(got, attention(q, k, v, 0.2, **more), torch.float32)
     want = expected_mass(q, k, v, 0.2, since, **more)

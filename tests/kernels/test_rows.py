@@ -6,10 +6,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvlab_kernels.layout import dequantize, unpack
-from kvlab_kernels.rows import gather_tokens, rope_shift, rotate_quantize, rotate_quantize_torch
+from kvlab_kernels.quantize import rotate_quantize, rotate_quantize_torch
+from kvlab_kernels.rows import gather_tokens, rope_shift
 
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def waves(places, half):
+    """Cosines and sines of every place, and the frequencies they are of."""
+    frequencies = 10000.0 ** -(torch.arange(half) / half)
+    angles = torch.arange(places)[:, None] * frequencies.double()
+    return torch.cat([angles.cos(), angles.sin()], 1).float(), frequencies
 
 
 @FEW
@@ -34,8 +42,8 @@ def test_rows_are_copied_as_they_are(dtype, b, h, n, m, w, shared, view):
 )  # fmt: skip
 def test_turning_equals_complex_numbers(dtype, b, h, n, dims, interleaved, back):
     d, half = dims
-    k, frequencies = torch.randn(b, h, n, d).to(dtype), 10000.0 ** -(torch.arange(half) / half)
-    places = torch.randint(0, 500, (b, 1, n))
+    k, (table, frequencies) = torch.randn(b, h, n, d).to(dtype), waves(500, half)
+    places = torch.randint(-499, 500, (b, 1, n))
     own = k[..., : 2 * half].double()
     one, two = (own[..., ::2], own[..., 1::2]) if interleaved else own.chunk(2, -1)
     angle = places[..., None] * frequencies.double() * (-1 if back else 1)
@@ -45,19 +53,19 @@ def test_turning_equals_complex_numbers(dtype, b, h, n, dims, interleaved, back)
         want[..., : 2 * half : 2], want[..., 1 : 2 * half : 2] = turned.real, turned.imag
     else:
         want[..., :half], want[..., half : 2 * half] = turned.real, turned.imag
-    got = rope_shift(k, places, frequencies, interleaved=interleaved, back=back)
+    got = rope_shift(k, places, table, interleaved=interleaved, back=back)
     assert (got.double() - want).abs().max() < {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
     assert torch.equal(
-        rope_shift(k.clone(), places, frequencies, interleaved=interleaved, back=back, out=k), got
+        rope_shift(k.clone(), places, table, interleaved=interleaved, back=back, out=k), got
     ) and torch.equal(k, got)
 
 
 def test_there_and_back_and_by_one_number():
-    k, frequencies = torch.randn(2, 3, 33, 64), 10000.0 ** -(torch.arange(32) / 32)
-    there = rope_shift(k, 100, frequencies)
-    assert (rope_shift(there, 100, frequencies, back=True) - k).abs().max() < 1e-5
-    assert torch.equal(rope_shift(k, 0, frequencies), k)
-    assert (rope_shift(rope_shift(k, 30, frequencies), 70, frequencies) - there).abs().max() < 1e-4
+    k, table = torch.randn(2, 3, 33, 64), waves(101, 32)[0]
+    there = rope_shift(k, 100, table)
+    assert (rope_shift(there, 100, table, back=True) - k).abs().max() < 1e-5
+    assert torch.equal(rope_shift(k, 0, table), k)
+    assert (rope_shift(rope_shift(k, 30, table), 70, table) - there).abs().max() < 1e-4
 
 
 @FEW
@@ -89,7 +97,7 @@ def test_everything_is_written():
 
 
 def test_what_does_not_fit_is_named():
-    x, one = torch.randn(1, 2, 5, 16), torch.ones(8)
+    x, one = torch.randn(1, 2, 5, 16), torch.ones(4, 16)
     for call, words in [
         (lambda: gather_tokens(x, torch.tensor([[[5]]])), "index goes from 5 to 5, must be 0 to 4"),
         (lambda: gather_tokens(x, torch.zeros(1, 3, 2, dtype=torch.long)), r"index is torch.int64 \[1, 3, 2\]"),
@@ -97,7 +105,8 @@ def test_what_does_not_fit_is_named():
         (lambda: gather_tokens(x, torch.zeros(1, 1, 2, dtype=torch.long), x), "out is"),
         (lambda: gather_tokens(x.mT, torch.zeros(1, 1, 2, dtype=torch.long)), "its last dim contiguous"),
         (lambda: rope_shift(x, torch.zeros(1, 1, 4, dtype=torch.long), one), "places is"),
-        (lambda: rope_shift(x, 1, torch.ones(9)), r"frequencies is torch.float32 \[9\], must be float32 \[1 to 8\]"),
+        (lambda: rope_shift(x, 1, torch.ones(4, 18)), r"waves is torch.float32 \[4, 18\], must be float32 \[P, R\], R even and 2 to 16"),
+        (lambda: rope_shift(x, -4, one), "places go to 4, waves to 3"),
         (lambda: rope_shift(x.int(), 1, one), "k is torch.int32"),
         (lambda: rotate_quantize(x, torch.eye(8), 4, 8), "matrix is"),
         (lambda: rotate_quantize(x, torch.eye(16), 5, 8), "bits=5"),
