@@ -50,7 +50,7 @@ unit: $(VENV)/.test $(VENV)/.model
 
 # What touches transformers, with the oldest one that is supported; it lies beside the pinned one and is found first.
 oldest: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=40 $(PY) -m pytest -q -n 2 -k 'not compiled and not lookup' tests/test_cache.py tests/test_generate.py tests/test_parity.py
+	PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=40 $(PY) -m pytest -q -n 2 -k 'not (compiled or lookup or many_turns or a_thread or samples or several or repacked)' tests/test_cache.py tests/test_generate.py tests/test_parity.py
 
 # A process of their own: Triton reads at its first import whether to interpret.
 kernels-test: $(VENV)/.test
@@ -74,6 +74,7 @@ notebooks: $(VENV)/.test
 OUT ?= gpu
 gpu: $(VENV)/.test
 	$(PY) kernels/gpu.py --out $(OUT)-kernels.json
+	$(PY) -m kvlab.measure.whole_model $(OUT)-model.json
 	$(PY) -m kvlab.measure.place_studies $(OUT)-offload.json
 
 ## make nightly    the tests that are too long for every run

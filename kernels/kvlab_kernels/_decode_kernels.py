@@ -125,7 +125,9 @@ def _field(
     else:
         c = (words.to(tl.int32) >> PART % X.fields * X.bits) & (2**X.bits - 1)
         if X.third:
-            shift: tl.constexpr = PART % X.fields // 4 * 8 + PART % X.fields % 4 * 2  # the byte's place in its word, then two bits a field
+            shift: tl.constexpr = (
+                PART % X.fields // 4 * 8 + PART % X.fields % 4 * 2
+            )  # the byte's place in its word, then two bits a field
             c |= ((third[0].to(tl.int32) >> third[1] + shift) & 1) << 2
         if X.format == "normal":
             return tl.load(levels + c).to(DOT)
@@ -216,7 +218,20 @@ def _group_start(n0, page, K: tl.constexpr):
 
 
 @triton.jit
-def _fetch(n0, hi, rows, page, k_scale, k_zero, v_scale, v_zero, K: tl.constexpr, V: tl.constexpr, WHOLE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _fetch(
+    n0,
+    hi,
+    rows,
+    page,
+    k_scale,
+    k_zero,
+    v_scale,
+    v_zero,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """The scales and zeros of the tile at ``n0``, asked for one tile ahead of their use."""
     K_PARTS: tl.constexpr = K.parts
     K_GROUPS: tl.constexpr = K.groups
@@ -342,11 +357,47 @@ def _scores(
         good = ok[:, None] & (w < K.width)[None, :]
         for part in tl.static_range(K_PARTS):
             if partner(K, part) != -1:
-                one = _key(n0, rows, ok, page, words, thirds, k_scale, k_zero, k_table, table_n, k_levels, ks, kz, zeros, K, part, BLOCK_N)
+                one = _key(
+                    n0,
+                    rows,
+                    ok,
+                    page,
+                    words,
+                    thirds,
+                    k_scale,
+                    k_zero,
+                    k_table,
+                    table_n,
+                    k_levels,
+                    ks,
+                    kz,
+                    zeros,
+                    K,
+                    part,
+                    BLOCK_N,
+                )
                 if partner(K, part) == part:
                     s = tl.dot(one.to(K.dot), q[part], s, input_precision=PRECISION)
                 else:
-                    two = _key(n0, rows, ok, page, words, thirds, k_scale, k_zero, k_table, table_n, k_levels, ks, kz, zeros, K, partner(K, part), BLOCK_N)
+                    two = _key(
+                        n0,
+                        rows,
+                        ok,
+                        page,
+                        words,
+                        thirds,
+                        k_scale,
+                        k_zero,
+                        k_table,
+                        table_n,
+                        k_levels,
+                        ks,
+                        kz,
+                        zeros,
+                        K,
+                        partner(K, part),
+                        BLOCK_N,
+                    )
                     at = wave + (channel(K, part) + w * K.word)[None, :]
                     cos = tl.load(at, mask=good, other=0.0).to(tl.float32)
                     sin = tl.load(at + K.turn, mask=good, other=0.0).to(tl.float32)
@@ -354,7 +405,9 @@ def _scores(
                     s = tl.dot((two * cos + one * sin).to(K.dot), q[partner(K, part)], s, input_precision=PRECISION)
     elif K.kind == "rows":
         for part in tl.static_range(K_PARTS):
-            x = _key(n0, rows, ok, page, words, thirds, k_scale, k_zero, k_table, table_n, k_levels, ks, kz, zeros, K, part, BLOCK_N)
+            x = _key(
+                n0, rows, ok, page, words, thirds, k_scale, k_zero, k_table, table_n, k_levels, ks, kz, zeros, K, part, BLOCK_N
+            )
             s = tl.dot(x.to(K.dot), q[part], s, input_precision=PRECISION)
     elif K.kind == "channel":
         # sum_d q_d (scale_d c_d + zero_d): the scale goes into the query, the zero is one more row of keys, the same for the whole group.

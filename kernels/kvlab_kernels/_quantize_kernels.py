@@ -63,7 +63,9 @@ def _part(x, n, live, x_n, x_d, matrix, first, D: tl.constexpr, CHUNK: tl.conste
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for d0 in range(0, D, 32):
             d = d0 + tl.arange(0, 32)
-            rows = tl.load(x + n[:, None] * x_n + (d * x_d)[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+            rows = tl.load(x + n[:, None] * x_n + (d * x_d)[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0).to(
+                tl.float32
+            )
             part = tl.load(matrix + d[:, None] * D + (first + j)[None, :], mask=(d < D)[:, None] & inside, other=0.0)
             total = tl.dot(rows, part, total, input_precision="tf32x3")
         return total

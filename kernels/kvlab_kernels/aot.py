@@ -162,7 +162,16 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def codes(
-    batch: int, heads: int, n: int, dim: int, bits: int, axis: str, group_size: int, table: bool = False, zeros: bool = True, format: str = "int"
+    batch: int,
+    heads: int,
+    n: int,
+    dim: int,
+    bits: int,
+    axis: str,
+    group_size: int,
+    table: bool = False,
+    zeros: bool = True,
+    format: str = "int",
 ) -> Codes:
     """Codes without contents."""
     shape = (batch, heads, -(-n // group_size), dim) if axis == "channel" else (batch, heads, n, dim // group_size)
@@ -263,7 +272,12 @@ def decode_jobs(arch: int) -> Iterator[Job]:
         yield paged(f"bf16 dense pages of {page}", page, (blocks, blocks))
         for bits in (8, 4):
             yield paged(f"int{bits} pages of {page}", page, pool(bits, page))
-    for name, kv, options in (("bf16 dense", dense(bf16), {}), ("int8", ints(8), {}), ("int4", ints(4), {}), ("int4 softcap", ints(4), {"softcap": 30.0})):
+    for name, kv, options in (
+        ("bf16 dense", dense(bf16), {}),
+        ("int8", ints(8), {}),
+        ("int4", ints(4), {}),
+        ("int4 softcap", ints(4), {"softcap": 30.0}),
+    ):
         rest = meta(batch, kv_heads, 128, 128, dtype=bf16)
         q = meta(batch, kv_heads * 4, 1, 128, dtype=bf16)
         work = decode.plan(q, *kv, 0.1, residual_k=rest, residual_v=rest, since=0, device=pretend(arch), **options)
@@ -295,8 +309,20 @@ def row_jobs() -> Iterator[Job]:
                 yield Job("quantize_token", f"{_TYPES[dtype]} int{bits} d{dim} rotated", kernel, args, constants, options, False)
     x, index = meta(8, 8, 4096, 16, dtype=torch.int64), meta(8, 8, 1024, dtype=torch.int64)
     sizes = dict(W=16, ROWS=256, COLUMNS=16)
-    yield Job("gather", "128 bytes", kernels.gather, (x, index, x, 8, 1024, *x.stride()[:3], *index.stride()[:2], *x.stride()[:3]), sizes, {}, False)
-    k, places, waves = meta(8, 8, 4096, 128, dtype=torch.bfloat16), meta(8, 8, 4096, dtype=torch.int32), meta(131072, 128, dtype=torch.float32)
+    yield Job(
+        "gather",
+        "128 bytes",
+        kernels.gather,
+        (x, index, x, 8, 1024, *x.stride()[:3], *index.stride()[:2], *x.stride()[:3]),
+        sizes,
+        {},
+        False,
+    )
+    k, places, waves = (
+        meta(8, 8, 4096, 128, dtype=torch.bfloat16),
+        meta(8, 8, 4096, dtype=torch.int32),
+        meta(131072, 128, dtype=torch.float32),
+    )
     args = (k, places, waves, k, 8, 4096, *k.stride()[:3], *places.stride(), 128, *k.stride()[:3], 1.0)
     yield Job("turn", "bf16 d128", kernels.turn, args, dict(D=128, HALF=64, P=64, ROWS=32, STEP=64), {"num_warps": 4}, False)
 

@@ -168,7 +168,9 @@ def scored_decode_attention(
     return out, lse, mass
 
 
-def _run(q: Tensor, k: Tensor | Codes, v: Tensor | Codes, table: Tensor | None, **options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+def _run(
+    q: Tensor, k: Tensor | Codes, v: Tensor | Codes, table: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor, Tensor | None]:
     launch.require_triton()
     places = options.get("places")
     more = (places.waves, places.columns) if places is not None else ()
@@ -318,7 +320,9 @@ def plan(
         WHOLE=length is None and start is None and counted % block_n == 0, MASS=0,
     )  # fmt: skip
     mass = None if since is None else torch.zeros((batch, kv_heads, n + tail_n), dtype=torch.float32, device=q.device)
-    nothing = replace(key.reading, kind="dense", zeros=False, parts=1, fields=1, groups=1)  # of values, which the second pass does not read
+    nothing = replace(
+        key.reading, kind="dense", zeros=False, parts=1, fields=1, groups=1
+    )  # of values, which the second pass does not read
     block_p, block_d = min(32, max(2, _power_of_2(parts))), min(64, _power_of_2(dim))
     return Plan(
         out,
@@ -351,7 +355,13 @@ def _turned(places: Places | None, dim: int) -> tuple[int, int]:
     if places is None:
         return 0, 0
     waves = places.waves
-    if waves.ndim != 2 or waves.dtype != torch.float32 or waves.shape[1] % 2 or not 2 <= waves.shape[1] <= dim or waves.stride(1) != 1:
+    if (
+        waves.ndim != 2
+        or waves.dtype != torch.float32
+        or waves.shape[1] % 2
+        or not 2 <= waves.shape[1] <= dim
+        or waves.stride(1) != 1
+    ):
         raise ValueError(
             f"places.waves is {waves.dtype} {list(waves.shape)}, must be float32 [P, R], its rows contiguous, R even and 2 to the head dim, {dim}"
         )
@@ -368,7 +378,9 @@ def _check_places(places: Places | None, batch: int, kv_heads: int, n: int) -> T
         return None
     allowed = ({1, batch}, {1, kv_heads}, {n})
     if columns.ndim != 3 or columns.dtype != torch.int32 or any(size not in ok for size, ok in zip(columns.shape, allowed)):
-        raise ValueError(f"places.columns is {columns.dtype} {list(columns.shape)}, must be int32 [1 or {batch}, 1 or {kv_heads}, {n}]")
+        raise ValueError(
+            f"places.columns is {columns.dtype} {list(columns.shape)}, must be int32 [1 or {batch}, 1 or {kv_heads}, {n}]"
+        )
     return columns.expand(batch, kv_heads, n)
 
 
@@ -438,13 +450,17 @@ def _check_length(name: str, length: int | Tensor | None, batch: int, kv_heads: 
     return None, int(length)
 
 
-def _side(name: str, x: Tensor | Codes, q: Tensor, interpreted: bool, paged: bool = False, turn: tuple[int, int] = (0, 0)) -> Side:
+def _side(
+    name: str, x: Tensor | Codes, q: Tensor, interpreted: bool, paged: bool = False, turn: tuple[int, int] = (0, 0)
+) -> Side:
     """Check keys or values and say how the kernel shall read them. ``turn``: see :func:`_turned`."""
     dim = q.shape[3]
     batch = (x if isinstance(x, Tensor) else x.codes).shape[0] if paged else q.shape[0]
     if isinstance(x, Tensor):
         if x.ndim != 4 or x.shape[0] != batch or x.shape[3] != dim:
-            raise ValueError(f"{name} has shape {list(x.shape)}, must be [{'P' if paged else batch}, Hk, {'page' if paged else 'N'}, {dim}]")
+            raise ValueError(
+                f"{name} has shape {list(x.shape)}, must be [{'P' if paged else batch}, Hk, {'page' if paged else 'N'}, {dim}]"
+            )
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} is {x.dtype}, must be float32, float16, bfloat16 or Codes")
         if dim > 1 and x.stride(3) != 1:
@@ -469,14 +485,24 @@ def _side(name: str, x: Tensor | Codes, q: Tensor, interpreted: bool, paged: boo
         words, word = x.codes.view(torch.int16), 2
     half = dot == torch.float16
     fast = half and word == 2 and x.format != "normal" and x.bits != 3  # what machine instructions unpack
-    pairs = kind == "channel" and word == 2 and x.zero is not None and x.zero.dtype == torch.float16 and _even(x.zero) and not turn[0]
+    pairs = (
+        kind == "channel" and word == 2 and x.zero is not None and x.zero.dtype == torch.float16 and _even(x.zero) and not turn[0]
+    )
     reading = _reading(words, x, kind, word, dim, chunk, dot, paged, turn)
     lift = fast and x.format == "int" and x.zero is not None and not turn[0]
     return Side(words, replace(reading, half=half, fast=fast and not interpreted, lift=lift, pairs=pairs), x)
 
 
 def _reading(
-    words: Tensor, x: Codes | None, kind: str, word: int, dim: int, chunk: int, dot: torch.dtype, paged: bool, turn: tuple[int, int]
+    words: Tensor,
+    x: Codes | None,
+    kind: str,
+    word: int,
+    dim: int,
+    chunk: int,
+    dot: torch.dtype,
+    paged: bool,
+    turn: tuple[int, int],
 ) -> Reading:
     from triton import language as tl
 

@@ -61,7 +61,9 @@ def rotate_quantize_torch(
     return quantize_torch(x.float() @ matrix, bits, "token", group_size, scale_dtype, out)
 
 
-def plan(x: Tensor, out: Codes, matrix: Tensor | None = None) -> tuple[Any, tuple[int, ...], tuple, dict[str, Any], dict[str, int]]:
+def plan(
+    x: Tensor, out: Codes, matrix: Tensor | None = None
+) -> tuple[Any, tuple[int, ...], tuple, dict[str, Any], dict[str, int]]:
     """The launch: kernel, grid, arguments, compile-time constants and options."""
     from . import _quantize_kernels as kernels
 

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from kvlab import attention
-from kvlab.cache import KVCache, forward
+from kvlab.cache import KVCache
 from kvlab.keep.heavy_hitter import HeavyHitter
 from kvlab.lab import Progress
 from kvlab.measure.result import machine
@@ -198,51 +198,6 @@ def _peers(shape: Shape, keys: Tensor, values: Tensor, steps: int) -> dict[str, 
         cache = QuantizedCache(backend, model.config, nbits=bits, q_group_size=64, **axis)
         out[f"QuantizedCache {backend} int{bits}"] = _Peer(model, cache, keys, values)
     return out
-
-
-def bench_model(
-    model: Any, strategies: list[Strategy], *, tokens: int, batch: int = 1, steps: int = 16, progress: Progress | None = None
-) -> list[dict[str, Any]]:
-    """Whole-model decode steps after ``tokens`` tokens of random keys and values -> a row a strategy: median seconds a step, bytes.
-
-    The cache is filled directly, so weights may be random and no prompt is read; transformers' ``DynamicCache`` with SDPA comes first.
-    Raises ``ValueError`` for fewer than 1 token, row or step.
-    """
-    for name, value in (("tokens", tokens), ("batch", batch), ("steps", steps)):
-        if value < 1:
-            raise ValueError(f"{name}={value} is out of range (allowed: 1 or more)")
-    config, some = model.config, next(model.parameters())
-    heads, dim = config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    rows = []
-    for number, strategy in enumerate([None, *strategies]):
-        if progress:
-            progress("whole model", number, len(strategies) + 1)
-        attention.detach(model)
-        cache: Any = DynamicCache(config=config) if strategy is None else KVCache(model, strategy)
-        with torch.inference_mode():
-            for layer in range(config.num_hidden_layers):
-                filled = [torch.randn(batch, heads, tokens, dim, dtype=some.dtype, device=some.device) for _ in range(2)]
-                cache.update(*filled, layer)
-                if strategy is not None:
-                    cache.layers[layer]._commit(None)
-        token = torch.ones((batch, 1), dtype=torch.int64, device=some.device)
-        times = []
-        for _ in range(steps + 3):
-            start = time.perf_counter()
-            forward(model, token, cache, last=True)
-            if some.is_cuda:
-                torch.cuda.synchronize(some.device)
-            times.append(time.perf_counter() - start)
-        held = (
-            cache.memory().allocated
-            if isinstance(cache, KVCache)
-            else 2 * config.num_hidden_layers * batch * heads * tokens * dim * some.dtype.itemsize
-        )
-        name = "DynamicCache" if strategy is None else str(strategy)
-        rows.append({"name": name, "tokens": tokens, "batch": batch, "step": statistics.median(times[3:]), "bytes": held})
-        del cache
-    attention.detach(model)
-    return rows
 
 
 def _installed(distribution: str) -> bool:

@@ -131,7 +131,7 @@ class PagedState(StoreState):
         keys, values = (x[:, 0].flatten(0, 1).unsqueeze(1).expand(heads) for x in (keys, values))
         # what a shorter head does not hold comes first: whole pages of nobody, then holes in its oldest page
         held = torch.zeros((shape.batch, shape.kv_heads + 1), dtype=torch.int32, device=shape.device)
-        held.index_put_((row, head), torch.tensor(self.page, dtype=torch.int32, device=shape.device), accumulate=True)
+        held.index_put_((row, head), torch.full_like(row, self.page, dtype=torch.int32), accumulate=True)
         start = (self._places * self.page - held).clamp(min=self._short)
         plain = (self.tail[0].view(), self.tail[1].view()) if len(self.tail[0]) else None
         return Layout(keys, values, plain, table=table[:, : shape.kv_heads], start=start[:, : shape.kv_heads])

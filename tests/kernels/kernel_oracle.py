@@ -53,7 +53,9 @@ def turned(k, places):
     """Keys after RoPE, token by token."""
     half = places.waves.shape[1] // 2
     b, h, n, _ = k.shape
-    at = torch.arange(places.start, places.start + n).expand(b, h, n) if places.columns is None else places.columns.expand(b, h, n)
+    at = (
+        torch.arange(places.start, places.start + n).expand(b, h, n) if places.columns is None else places.columns.expand(b, h, n)
+    )
     cos, sin = places.waves.double()[at.long()].chunk(2, -1)
     one, two, rest = k[..., :half], k[..., half : 2 * half], k[..., 2 * half :]
     return torch.cat([one * cos - two * sin, two * cos + one * sin, rest], -1)
@@ -65,15 +67,22 @@ def unpaged(x, table):
 
     def rows(t):
         t = t.expand(-1, heads, -1, -1)
-        found = [[torch.cat([t[p, h] for p in table[b, h if table.shape[1] > 1 else 0].tolist()]) for h in range(heads)] for b in range(len(table))]
+        found = [
+            [torch.cat([t[p, h] for p in table[b, h if table.shape[1] > 1 else 0].tolist()]) for h in range(heads)]
+            for b in range(len(table))
+        ]
         return torch.stack([torch.stack(row) for row in found])
 
     if isinstance(x, torch.Tensor):
         return rows(x)
-    return Codes(rows(x.codes), rows(x.scale), None if x.zero is None else rows(x.zero), x.bits, x.axis, x.group_size, None, x.format)
+    return Codes(
+        rows(x.codes), rows(x.scale), None if x.zero is None else rows(x.zero), x.bits, x.axis, x.group_size, None, x.format
+    )
 
 
-def attention(q, k, v, scaling, bias=None, softcap=None, sinks=None, length=None, start=None, residual_k=None, residual_v=None, places=None):
+def attention(
+    q, k, v, scaling, bias=None, softcap=None, sinks=None, length=None, start=None, residual_k=None, residual_v=None, places=None
+):
     """-> out, lse in float64, head by head."""
     k, v = values(k), values(v)
     if places is not None:
@@ -125,7 +134,21 @@ def mass(q, k, v, scaling, since=0, **options):
     return found
 
 
-def random_codes(batch, heads, n, dim, bits, axis, group_size, *, table=False, capacity=None, scale_dtype=torch.float16, zeros=True, format="int"):
+def random_codes(
+    batch,
+    heads,
+    n,
+    dim,
+    bits,
+    axis,
+    group_size,
+    *,
+    table=False,
+    capacity=None,
+    scale_dtype=torch.float16,
+    zeros=True,
+    format="int",
+):
     """Codes of every value with plausible scales; with ``capacity``, views of a longer cache whose other rows are poisoned."""
     capacity = capacity or n
     groups = -(-capacity // group_size) if axis == "channel" else capacity

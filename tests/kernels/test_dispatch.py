@@ -15,7 +15,9 @@ PROMPT, STEPS = 21, 2
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=64, num_hidden_layers=1)
+    sizes = dict(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=64, num_hidden_layers=1
+    )
     made = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=256, initializer_range=0.5, **sizes)).eval()
     attach(made)
     return made

@@ -41,7 +41,13 @@ def run(q, k, v, **options):
 
 
 @pytest.mark.parametrize(
-    "dtype, axis, size", [(torch.float32, "channel", 16), (torch.float32, "channel", 10), (torch.bfloat16, "channel", 16), (torch.bfloat16, "token", 16)]
+    "dtype, axis, size",
+    [
+        (torch.float32, "channel", 16),
+        (torch.float32, "channel", 10),
+        (torch.bfloat16, "channel", 16),
+        (torch.bfloat16, "token", 16),
+    ],
 )
 @pytest.mark.parametrize("how", FORMATS, ids=lambda how: "-".join(f"{x}" for x in how.values()))
 def test_formats(how, dtype, axis, size, poison):
@@ -87,7 +93,9 @@ def test_keys_before_rope(kind, dims, dtype, poison):
 @pytest.mark.parametrize("shared", [False, True])
 def test_places_of_all_heads(shared):
     k, v, tail = query(2, 2, 20, 32), query(2, 2, 20, 32), (query(2, 2, 3, 32), query(2, 2, 3, 32))
-    places = Places(waves(60, 32), torch.arange(7, 27, dtype=torch.int32).view(1, 1, -1)) if shared else Places(waves(60, 32), None, 7)
+    places = (
+        Places(waves(60, 32), torch.arange(7, 27, dtype=torch.int32).view(1, 1, -1)) if shared else Places(waves(60, 32), None, 7)
+    )
     run(query(2, 2, 1, 32), k, v, places=places, splits=2, residual_k=tail[0], residual_v=tail[1])
 
 
@@ -147,8 +155,13 @@ def test_pages_of_one_head_each(poison):
     for places in (None, Places(waves(300, 32), torch.randint(0, 300, (2, 2, 24), dtype=torch.int32))):
         more = dict(start=start, residual_k=tail[0], residual_v=tail[1], places=places, length=24)
         q = query(2, 4, 1, 32)
-        got = paged_decode_attention(q, k.expand(-1, 2, -1, -1), v.expand(-1, 2, -1, -1), table, scaling=0.2, settings=SMALL, **more)
-        rows = [torch.stack([torch.stack([x[table[b, h].long(), 0].flatten(0, 1) for h in range(2)]) for b in range(2)]) for x in (k, v)]
+        got = paged_decode_attention(
+            q, k.expand(-1, 2, -1, -1), v.expand(-1, 2, -1, -1), table, scaling=0.2, settings=SMALL, **more
+        )
+        rows = [
+            torch.stack([torch.stack([x[table[b, h].long(), 0].flatten(0, 1) for h in range(2)]) for b in range(2)])
+            for x in (k, v)
+        ]
         check(got, attention(q, *rows, 0.2, **more), torch.float32)
 
 
@@ -192,7 +205,9 @@ def test_what_each_key_in_pages_gets(poison):
     q, length = query(2, 4, 1, 32), torch.tensor([15, 6])
     *_, mass = scored_decode_attention(q, k, v, table, length=length, scaling=0.2, settings=SMALL)
     assert error(mass, expected_mass(q, unpaged(k, table), unpaged(v, table), 0.2, length=length)) < 1e-5
-    assert not mass[1, :, 6:].any() and torch.allclose(mass.sum(2), torch.full((2, 2), 2.0), atol=1e-5)  # two query heads share a key
+    assert not mass[1, :, 6:].any() and torch.allclose(
+        mass.sum(2), torch.full((2, 2), 2.0), atol=1e-5
+    )  # two query heads share a key
 
 
 @pytest.mark.parametrize(
@@ -207,7 +222,10 @@ def test_what_each_key_in_pages_gets(poison):
         (dict(v=torch.zeros(4, 2, 8, 32)), "must agree"),
         (dict(places=Places(torch.zeros(8, 34))), "must be float32 \\[P, R\\]"),
         (dict(places=Places(torch.zeros(8, 32))), "needs waves for each, there are 8"),
-        (dict(places=Places(torch.zeros(8, 32), torch.zeros(1, 1, 7, dtype=torch.int32))), r"places.columns is torch.int32 \[1, 1, 7\]"),
+        (
+            dict(places=Places(torch.zeros(8, 32), torch.zeros(1, 1, 7, dtype=torch.int32))),
+            r"places.columns is torch.int32 \[1, 1, 7\]",
+        ),
     ],
 )
 def test_refuses(change, message):

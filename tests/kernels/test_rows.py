@@ -55,9 +55,9 @@ def test_turning_equals_complex_numbers(dtype, b, h, n, dims, interleaved, back)
         want[..., :half], want[..., half : 2 * half] = turned.real, turned.imag
     got = rope_shift(k, places, table, interleaved=interleaved, back=back)
     assert (got.double() - want).abs().max() < {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}[dtype]
-    assert torch.equal(
-        rope_shift(k.clone(), places, table, interleaved=interleaved, back=back, out=k), got
-    ) and torch.equal(k, got)
+    assert torch.equal(rope_shift(k.clone(), places, table, interleaved=interleaved, back=back, out=k), got) and torch.equal(
+        k, got
+    )
 
 
 def test_there_and_back_and_by_one_number():
@@ -105,7 +105,10 @@ def test_what_does_not_fit_is_named():
         (lambda: gather_tokens(x, torch.zeros(1, 1, 2, dtype=torch.long), x), "out is"),
         (lambda: gather_tokens(x.mT, torch.zeros(1, 1, 2, dtype=torch.long)), "its last dim contiguous"),
         (lambda: rope_shift(x, torch.zeros(1, 1, 4, dtype=torch.long), one), "places is"),
-        (lambda: rope_shift(x, 1, torch.ones(4, 18)), r"waves is torch.float32 \[4, 18\], must be float32 \[P, R\], R even and 2 to 16"),
+        (
+            lambda: rope_shift(x, 1, torch.ones(4, 18)),
+            r"waves is torch.float32 \[4, 18\], must be float32 \[P, R\], R even and 2 to 16",
+        ),
         (lambda: rope_shift(x, -4, one), "places go to 4, waves to 3"),
         (lambda: rope_shift(x.int(), 1, one), "k is torch.int32"),
         (lambda: rotate_quantize(x, torch.eye(8), 4, 8), "matrix is"),

@@ -233,7 +233,7 @@ def test_the_bench_compares_equals():
 
 
 def test_whole_model_steps(llama):
-    from kvlab.measure.bench import bench_model
+    from kvlab.measure.whole_model import bench_model
 
     rows = bench_model(llama, [Strategy(), Strategy(store=store.Int(bits=8, group_size=8))], tokens=64, batch=2, steps=2)
     assert [row["name"] for row in rows] == ["DynamicCache", "full cache", "Int(group_size=8)"]

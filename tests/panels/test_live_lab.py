@@ -20,7 +20,7 @@ from kvlab.panels.widgets import MethodControls, StrategyControls, control
 from kvlab.plots import style
 from kvlab.strategy import AXES, Setting, Strategy, methods
 
-PROMPT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 4
+PROMPT = "the quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 2
 SMALL = Strategy(keep=keep.HeavyHitter(budget=96, recent=32, sinks=4), store=store.Int(bits=4, group_size=16))
 LONG = 120.0
 
@@ -61,7 +61,7 @@ def test_the_figures_carry_the_numbers(panel: LiveLab) -> None:
     ran, scores = panel.shown["ran"], panel.shown["scores"]
     measured = style.trace(panel.memory.figure, "measured")
     assert list(measured.x) == [seen for seen, _ in ran.generation.growth]
-    assert measured.y[-1] == pytest.approx(panel.row.memory.allocated / 1e6)  # MB: the unit of the high-water mark
+    assert measured.y[-1] == pytest.approx(panel.row.memory.allocated / 1e3)  # kB: the unit of the high-water mark
     kl = style.trace(panel.quality.figure, "KL")
     assert np.allclose(kl.y, scores.quality.kl.numpy().clip(1e-6))
     assert kl.x[0] == len(PROMPT) // 2
@@ -252,7 +252,10 @@ def test_two_panels_do_not_mix(tiny_lab: Lab) -> None:
 # single controls
 
 
-def test_the_views_of_attention(panel: LiveLab) -> None:
+def test_the_views_of_attention(tiny_lab: Lab) -> None:
+    """Of more tokens than a picture has cells."""
+    panel = LiveLab(tiny_lab, prompt=PROMPT * 2, strategy=SMALL)
+    assert panel.wait(LONG)
     heat = style.trace(panel.attention.figure, "value")
     started = panel.runner.started
     panel.attention.view.value = "whole"
