@@ -1,8 +1,9 @@
 """kvlab: a lab bench for the KV cache of language models. See what a cache strategy costs, and what it breaks."""
 
 from kvlab import keep, place, store
-from kvlab.attention import attach, backend, detach
+from kvlab.attention import attach, detach
 from kvlab.cache import KVCache, resume
+from kvlab.dispatch import backend
 from kvlab.errors import UnsupportedModel
 from kvlab.lab import Generation, Lab, load
 from kvlab.memory import Memory

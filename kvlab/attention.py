@@ -7,8 +7,6 @@ history nor a queries x keys matrix of the whole prompt is ever held, and the he
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvlab.dispatch import backend
 from kvlab.errors import UnsupportedModel
 from kvlab.store.base import Layout, real_tokens
 from kvlab_kernels import cpu
@@ -330,15 +329,6 @@ def scorable(query: Tensor, values: Tensor) -> bool:
     """Whether Triton kernels take heads of this kind, and are what runs."""
     fits = query.shape[3] <= 256 and query.shape[3] == values.shape[3] and query.dtype == values.dtype != torch.float64
     return fits and backend(query.device) == "triton"
-
-
-def backend(device: torch.device | str | None = None) -> str:
-    """What reads the stored tokens of a decode step on ``device`` (default: the GPU if there is one): "triton", "llvm" or "torch"."""
-    kind = torch.device(device).type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    wanted = kind == "cuda" or os.environ.get("KVLAB_FUSED") == "1"
-    if wanted and importlib.util.find_spec("triton"):
-        return "triton"
-    return "llvm" if kind == "cpu" and cpu.available() else "torch"
 
 
 def triton_reads(layout: Layout) -> bool:

@@ -118,20 +118,25 @@ class Buffer:
         self.clean = min(self.clean, row)
 
     def append(self, rows: Tensor) -> None:
-        new, rows = rows.shape[2], rows.detach()
+        self.extend(rows.shape, rows).copy_(rows.detach())
+
+    def extend(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Room for new rows at the end, ``[B, H, n, ...]`` of the dtype and on the device of ``like``: whoever asks writes them."""
+        new = shape[2]
         if self.data is None:
-            self.data = _fresh(rows)
+            self.data = _empty(tuple(shape), like)
+            start = 0
         else:
-            held = self.rows - self.first - self.away
-            total = held + new
+            start = self.rows - self.first - self.away
+            total = start + new
             if total > self.data.shape[2]:
                 whole = total + self.first + self.away
                 room = total + max(whole // SLACK_SHARE - 1, SLACK_ROWS if whole > SLACK_ROWS else 1)
                 old = self.data
                 self.data = _empty((*old.shape[:2], room, *old.shape[3:]), old)
-                self.data[:, :, :held] = old[:, :, :held]
-            self.data[:, :, held:total] = rows
+                self.data[:, :, :start] = old[:, :, :start]
         self.rows += new
+        return self.data[:, :, start : start + new]
 
     def set(self, rows: Tensor) -> None:
         """Replace all rows. The storage is kept when it fits (room to grow included), so steady eviction allocates nothing."""

@@ -272,15 +272,15 @@ def decode_jobs(arch: int) -> Iterator[Job]:
         yield paged(f"bf16 dense pages of {page}", page, (blocks, blocks))
         for bits in (8, 4):
             yield paged(f"int{bits} pages of {page}", page, pool(bits, page))
-    for name, kv, options in (
-        ("bf16 dense", dense(bf16), {}),
-        ("int8", ints(8), {}),
-        ("int4", ints(4), {}),
-        ("int4 softcap", ints(4), {"softcap": 30.0}),
+    for name, kv, cap in (
+        ("bf16 dense", dense(bf16), None),
+        ("int8", ints(8), None),
+        ("int4", ints(4), None),
+        ("int4 softcap", ints(4), 30.0),
     ):
         rest = meta(batch, kv_heads, 128, 128, dtype=bf16)
         q = meta(batch, kv_heads * 4, 1, 128, dtype=bf16)
-        work = decode.plan(q, *kv, 0.1, residual_k=rest, residual_v=rest, since=0, device=pretend(arch), **options)
+        work = decode.plan(q, *kv, 0.1, residual_k=rest, residual_v=rest, since=0, device=pretend(arch), softcap=cap)
         yield Job("decode_split", f"{name} mass", kernels.decode_split, work.mass_args, work.mass_constants, work.options)
     q, sinks = meta(8, 32, 1, 128, dtype=bf16), meta(32, dtype=bf16)
     work = decode.plan(q, *dense(bf16), 0.1, sinks=sinks, device=pretend(arch))

@@ -172,4 +172,4 @@ def main(out: str, budget: float = 150.0) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2])
+    main(sys.argv[1])

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from kvlab.buffer import Buffer
+from kvlab.dispatch import backend
 from kvlab.store.side import Side
 from kvlab_kernels import cpu
-from kvlab_kernels.layout import FLOATS, Codes, dequantize, normal_levels, pack
+from kvlab_kernels.layout import BITS, FLOATS, Codes, dequantize, normal_levels, pack
 
 
 @dataclass(frozen=True)
@@ -116,15 +117,46 @@ class QuantizedSide(Side):
     # writing
 
     def append(self, x: Tensor) -> None:
-        packed, scale, zero = self._encode(x)
         if len(self.table):
             first = len(self.scale)
             rows = first + torch.arange(x.shape[2], device=x.device, dtype=torch.int32) // self.group_size
             self.table.append(rows.expand(*self.table.shape[:2], -1))
+        if self._written(x):
+            return
+        packed, scale, zero = self._encode(x)
         self.codes.append(packed)
         self.scale.append(scale)
         if zero is not None:
             self.zero.append(zero)
+
+    def _written(self, x: Tensor) -> bool:
+        """Have the Triton kernel write ``x`` straight into the buffers, where it runs and knows the coding; its codes are the same, bit for bit."""
+        coding, (b, h, n, d) = self.coding, x.shape
+        plain = (
+            coding.format == "int"
+            and not coding.symmetric
+            and coding.clip == 1.0
+            and coding.bits in BITS
+            and self.axis in ("channel", "token")
+        )
+        if (
+            not plain
+            or (self.axis == "channel" and self.group_size > 1024)
+            or backend(x.device) != "triton"
+            or x.dtype == torch.float64
+        ):
+            return False
+        if not bool(x.abs().amax() < torch.finfo(coding.scale_dtype).max):
+            return False  # torch's way says what cannot be written
+        from kvlab_kernels.quantize import quantize as fused
+
+        numbers = torch.empty(0, dtype=coding.scale_dtype, device=x.device)
+        shape = (b, h, n // self.group_size, d) if self.axis == "channel" else (b, h, n, d // self.group_size)
+        packed = self.codes.extend((b, h, n, d * coding.bits // 8), torch.empty(0, dtype=torch.uint8, device=x.device))
+        scale, zero = (buffer.extend(shape, numbers) for buffer in (self.scale, self.zero))
+        into = Codes(packed, scale, zero, coding.bits, self.axis, self.group_size)
+        fused(x, coding.bits, self.axis, self.group_size, coding.scale_dtype, into)
+        return True
 
     def _encode(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         b, h, n, d = x.shape

@@ -7,7 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvlab
 from kvlab import KVCache, Strategy, attach, attention, keep, store
 from kvlab.cache import forward
-from kvlab_kernels import decode, scored
+from kvlab.store.base import LayerShape
+from kvlab_kernels import decode, quantize, scored
 
 PROMPT, STEPS = 21, 2
 
@@ -117,6 +118,37 @@ def test_every_keep_holds_the_same(model, how, kernels, padded, calls, monkeypat
     for mine, theirs in zip(kept, held, strict=True):
         assert torch.equal(mine, theirs)
     assert (got - want).abs().max() < 2e-4 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [INT, store.Int(bits=2, group_size=8, key_axis="token", scales="float32"), store.KIVI(group_size=8, residual=8)],
+    ids=str,
+)
+def test_codes_are_written_by_the_kernel_and_are_the_same(model, how, monkeypatch):
+    """Straight into the buffers, while a prompt is read and step by step; and where numbers are too large for the scales, as torch says it."""
+    shape = LayerShape(0, 1, 1, 2, 16, 16, torch.float32, torch.device("cpu"))
+    plain, fused = how.state(shape), how.state(shape)
+    pieces = [torch.randn(1, 2, n, 16) for n in (21, 1, 1, 9)]
+    for x in pieces:
+        plain.append(x, 2 * x)
+        plain.settle()
+    written = []
+    whole = quantize.quantize
+    monkeypatch.setattr(quantize, "quantize", lambda *args: written.append(args[0].shape[2]) or whole(*args))
+    monkeypatch.setenv("KVLAB_FUSED", "1")
+    for x in pieces:
+        fused.append(x, 2 * x)
+        fused.settle()
+    assert written
+    for mine, theirs in zip(fused.buffers(), plain.buffers(), strict=True):
+        assert len(mine) == len(theirs) and (not len(mine) or torch.equal(mine.view(), theirs.view()))
+    huge = torch.full((1, 2, 32, 16), 1e30)
+    huge[..., 0] = -1e30
+    if getattr(how, "scales", "float16") == "float16":
+        fused.append(huge, huge)
+        with pytest.raises(ValueError, match="cannot be quantized"):
+            fused.settle()
 
 
 def test_one_scale_for_all_keys_goes_the_way_of_torch(model, calls, monkeypatch):
