@@ -81,3 +81,44 @@ def recorded(name: str = "2026-11-29-h200.json") -> dict[str, Any]:
         there = ", ".join(sorted(file.name for file in folder.glob("*.json")))
         raise ValueError(f"name={name!r} is not one of {there or 'none: nothing was measured on a GPU yet'}")
     return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a timed kernel stands on the roofline. ``intensity``: products and additions a byte of cache read; ``speed``: of them a second."""
+
+    name: str
+    model: str
+    batch: int
+    context: int
+    intensity: float
+    speed: float
+
+    def share(self, bandwidth: float, peak: float) -> float:
+        """Its speed against what ``bandwidth`` (bytes a second) and ``peak`` (products a second) allow at its intensity."""
+        return self.speed / min(peak, self.intensity * bandwidth)
+
+
+QUERY_HEADS = {"Llama-3.1-8B": 32, "Llama-3.1-70B": 64}
+
+
+def places(run: dict[str, Any], names: tuple[str, ...] = ("dense", "int8", "int4", "int2", "sdpa flash")) -> list[Place]:
+    """The roofline's points (Williams, Waterman and Patterson 2009) of what :func:`recorded` holds: decode attention, head dim 128, one query a row.
+
+    Two products with ``context`` keys and values of 128 numbers for each query head. Rows that failed are left out.
+    """
+    found = []
+    for row in run["benchmark"]:
+        if row["name"] in names and "ms" in row:
+            products = 4 * row["batch"] * QUERY_HEADS[row["model"]] * row["context"] * 128
+            found.append(
+                Place(
+                    row["name"],
+                    row["model"],
+                    row["batch"],
+                    row["context"],
+                    products / row["bytes"],
+                    products / (row["ms"] * 1e-3),
+                )
+            )
+    return found

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 from kvlab.plots import style
 
 if TYPE_CHECKING:
-    from kvlab.measure.kernels import Reads
+    from kvlab.measure.kernels import Place, Reads
 
 HUES = (style.SKY, style.STORE, style.PLACE, style.ACTIVATIONS, style.KEEP, "#F0E442", style.WEIGHTS, style.STATE)
 NOBODY, SEVERAL = style.FAINT, style.DANGER
@@ -55,6 +55,55 @@ def reads_summary(made: "Reads") -> str:
     most = int(made.counts.sum(0).max()) if made.counts.size else 0
     often = "each byte once" if most == 1 else f"some bytes {most} times"
     return f"{len(made.programs)} programs read {read:,} of {made.counts.shape[1]:,} bytes, {often}."
+
+
+def roofline(points: list["Place"], bandwidth: float, peak: float, *, title: str = "Where the kernels stand") -> go.Figure:
+    """Speed over intensity, both logarithmic; the roof is what memory (left) and tensor cores (right) allow. ``bandwidth``: bytes a second; ``peak``: products."""
+    fig = style.layout(go.Figure(), title, "products a byte of cache", "TFLOP/s", height=380)
+    edge = peak / bandwidth
+    low, high = min([p.intensity for p in points] + [edge]) / 2, 4 * edge
+    fig.add_trace(
+        go.Scatter(
+            x=[low, edge, high],
+            y=[low * bandwidth / 1e12, peak / 1e12, peak / 1e12],
+            mode="lines",
+            line={"color": style.FAINT, "width": 3},
+            name="what the device allows",
+            hoverinfo="skip",
+        )
+    )
+    for i, name in enumerate(dict.fromkeys(p.name for p in points)):
+        own = [p for p in points if p.name == name]
+        fig.add_trace(
+            go.Scatter(
+                x=[p.intensity for p in own],
+                y=[p.speed / 1e12 for p in own],
+                mode="markers",
+                marker={"color": HUES[i % len(HUES)], "size": 9},
+                name=name,
+                customdata=[
+                    f"{p.model}, {p.context:,} tokens x {p.batch}: {100 * p.share(bandwidth, peak):.0f}% of the roof" for p in own
+                ],
+                hovertemplate="%{customdata}<extra>" + name + "</extra>",
+            )
+        )
+    fig.update_xaxes(type="log")
+    fig.update_yaxes(type="log", rangemode="normal")
+    return fig.update_layout(hovermode="closest")
+
+
+def roofline_summary(points: list["Place"], bandwidth: float, peak: float) -> str:
+    """`All are bound by memory. Nearest the roof: dense 102%, int8 83%, ...`"""
+    best = {}
+    for p in points:
+        best[p.name] = max(best.get(p.name, 0.0), p.share(bandwidth, peak))
+    bound = sum(p.intensity * bandwidth < peak for p in points)
+    who = "All are" if bound == len(points) else f"{bound} of {len(points)} are"
+    return (
+        f"{who} bound by memory. Nearest the roof: "
+        + ", ".join(f"{name} {100 * share:.0f}%" for name, share in best.items())
+        + "."
+    )
 
 
 def _who(made: "Reads", number: int) -> str:

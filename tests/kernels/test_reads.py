@@ -8,7 +8,7 @@ import triton.language as tl
 
 pytest.importorskip("plotly")
 
-from kvlab.measure.kernels import reads, recorded
+from kvlab.measure.kernels import places, reads, recorded
 from kvlab.plots import kernels as plots
 from kvlab_kernels.decode import decode_attention
 from kvlab_kernels.quantize import quantize
@@ -61,3 +61,20 @@ def test_what_was_recorded():
     for name in ("none.json", "../../models.json", ""):
         with pytest.raises(ValueError, match="2026-11-29-h200.json"):
             recorded(name)
+
+
+def test_a_place_on_the_roofline_by_hand():
+    """8 query rows x 32 heads x 1,000 tokens x 128 numbers x 4 products in 1 ms, 1 MB read."""
+    run = {
+        "benchmark": [
+            {"name": "int8", "model": "Llama-3.1-8B", "batch": 8, "context": 1000, "ms": 1.0, "bytes": 1_000_000},
+            {"name": "int4", "failed": "no"},
+        ]
+    }
+    (point,) = places(run)
+    assert point.intensity == pytest.approx(131.072) and point.speed == pytest.approx(131.072e9)
+    assert point.share(1e9, 1e15) == pytest.approx(1.0)  # memory allows 131 x 10**9 products a second
+    assert point.share(1e12, 262.144e9) == pytest.approx(0.5)  # and here the tensor cores half of that
+    assert plots.roofline_summary([point], 1e9, 1e15) == "All are bound by memory. Nearest the roof: int8 100%."
+    assert plots.roofline_summary([point], 1e12, 262.144e9).startswith("0 of 1 are bound by memory")
+    assert len(plots.roofline([point], 1e9, 1e15).data) == 2
