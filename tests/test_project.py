@@ -126,7 +126,7 @@ def test_a_notebook_is_light_and_carries_no_widget_state(path: Path) -> None:
 # Who may import whom
 
 LEVELS: list[set[str]] = [
-    {"errors", "_data", "_config", "jupyter", "timeline"},
+    {"errors", "_data", "_config", "jupyter", "timeline", "dispatch"},
     {"strategy", "buffer", "memory", "geometry", "fetch", "texts", "rope"},
     {"hardware", "models"},
     {"keep", "store", "place"},
@@ -141,7 +141,7 @@ LEVELS: list[set[str]] = [
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-KERNEL_USERS = {"store", "attention", "measure", "serving"}
+KERNEL_USERS = {"dispatch", "store", "attention", "measure", "serving"}
 PLOTS_NEVER = {
     "ipywidgets",
     "anywidget",

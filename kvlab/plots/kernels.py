@@ -94,7 +94,7 @@ def roofline(points: list["Place"], bandwidth: float, peak: float, *, title: str
 
 def roofline_summary(points: list["Place"], bandwidth: float, peak: float) -> str:
     """`All are bound by memory. Nearest the roof: dense 102%, int8 83%, ...`"""
-    best = {}
+    best: dict[str, float] = {}
     for p in points:
         best[p.name] = max(best.get(p.name, 0.0), p.share(bandwidth, peak))
     bound = sum(p.intensity * bandwidth < peak for p in points)
