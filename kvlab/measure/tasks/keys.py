@@ -1,12 +1,14 @@
-"""Tasks with an answer that is right or wrong: what perplexity hides."""
+"""Pass keys hidden in a text: one, several, and a second question that nobody saw coming."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvlab.cache import KVCache
 from kvlab.lab import Lab, Progress
+from kvlab.measure.tasks.base import NAMES, Case, Hay, Question, Task, chance, key
 from kvlab.memory import Memory
 from kvlab.strategy import Strategy
 from kvlab.texts import reference_text
@@ -60,16 +62,72 @@ def needle(
     return Needle(key, depth, cache.get_seq_length(), said.text)
 
 
-NAMES = ("Alice", "Bob", "Carol", "David", "Emma", "Frank", "Grace", "Henry")
-
-
 def _alike(one: str, other: str) -> str:
     """What both begin with."""
     return next((one[:i] for i in range(len(one), 0, -1) if other.startswith(one[:i])), "")
 
 
 @dataclass(frozen=True)
-class TwoKeys:
+class PassKeys(Task):
+    """``keys`` pass keys of as many people at chance depths of a text of ``tokens`` tokens; one of them is asked for. With one key the classic needle; with
+    more, RULER's multi-key needle (arXiv 2404.06654): the others must not be said.
+    """
+
+    title = "pass keys"
+
+    tokens: int = 512
+    keys: int = 1
+    texts: int = 6
+    file: str = ""
+
+    def check(self) -> None:
+        self.within(tokens=(96, 1 << 20), keys=(1, len(NAMES)), texts=(1, 1000))
+
+    def cases(self, lab: Lab) -> Iterator[Case]:
+        dice, hay = chance(self), Hay(lab, self.tokens, self.texts, self.file)
+        for number in range(self.texts):
+            people, depths = (
+                dice.sample(NAMES, self.keys),
+                [(number + dice.random()) / self.texts],
+            )  # the depths asked for cover the text
+            depths += [dice.random() for _ in people[1:]]
+            own = [key(dice) for _ in people]
+            facts = [
+                (depth, f" The secret pass key for {name} is {one}. Remember it. ")
+                for depth, name, one in zip(depths, people, own, strict=True)
+            ]
+            yield Case(hay.text(number, facts), (Question(f"\n\nThe secret pass key for {people[0]} is", own[0]),))
+
+
+@dataclass(frozen=True)
+class TwoKeys(Task):
+    """Two pass keys in a text, both asked for, one after the other: a cache that was told what the first question would be has no such help at the second."""
+
+    title = "two keys"
+
+    tokens: int = 512
+    texts: int = 4
+    file: str = ""
+
+    def check(self) -> None:
+        self.within(tokens=(128, 1 << 20), texts=(1, 1000))
+
+    def cases(self, lab: Lab) -> Iterator[Case]:
+        dice, hay = chance(self), Hay(lab, self.tokens, self.texts, self.file)
+        for number in range(self.texts):
+            people, own = dice.sample(NAMES, 2), [key(dice), key(dice)]
+            facts = [
+                (depth, f" The secret pass key for {name} is {one}. Remember it. ")
+                for depth, name, one in zip((0.2, 0.6), people, own, strict=True)
+            ]
+            yield Case(
+                hay.text(number, facts),
+                tuple(Question(f"\n\nThe secret pass key for {name} is", one) for name, one in zip(people, own, strict=True)),
+            )
+
+
+@dataclass(frozen=True)
+class AskedTwice:
     """Two pass keys in one text, asked for one after the other, in several texts. ``first``, ``second``: whether each text's question was answered.
 
     ``keys``: what should have been said, ``said``: what was said to each question. ``memory``: of the last text's cache when the text was read and nothing asked yet.
@@ -106,7 +164,7 @@ def two_keys(
     seed: int = 0,
     aware: bool = False,
     progress: Progress | None = None,
-) -> TwoKeys:
+) -> AskedTwice:
     """Hide the pass keys of two people in a text of ``tokens`` tokens, a fifth and three fifths in, and ask for the first and then the second.
 
     The text is read before anything is asked; ``aware`` reads the first question in one piece with the text, which tells a cache that judges by the
@@ -151,8 +209,8 @@ def two_keys(
             made = [lab.generate(questions[0], cache=cache, max_new_tokens=8, progress=step)]
         made.append(lab.generate(questions[1], cache=cache, max_new_tokens=8, progress=step))
         cache.close()
-        for right, key, one in zip(found, keys, made, strict=True):
-            right.append(one.text.strip().startswith(key))
+        for right, own, one in zip(found, keys, made, strict=True):
+            right.append(one.text.strip().startswith(own))
         wanted.append((keys[0], keys[1]))
         said.append((made[0].text, made[1].text))
-    return TwoKeys(tuple(found[0]), tuple(found[1]), tuple(wanted), tuple(said), memory)
+    return AskedTwice(tuple(found[0]), tuple(found[1]), tuple(wanted), tuple(said), memory)
