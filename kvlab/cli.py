@@ -12,6 +12,7 @@ from kvlab.jupyter import start
 if TYPE_CHECKING:
     import typer
 
+    from kvlab.measure.tasks import Task
     from kvlab.strategy import Strategy
 
 
@@ -71,8 +72,12 @@ def app() -> "typer.Typer":
             16,
         ),
         times: Annotated[bool, typer.Option(help="Measure times, too; leave them out on a machine that has other work.")] = True,
+        task: Annotated[
+            list[str] | None,
+            typer.Option(help="A task, such as 'PassKeys(tokens=1024)'. Many. Then --out is taken up where it was left."),
+        ] = None,
     ) -> None:
-        """Measure strategies by the reference protocol: bytes, perplexity and KL with the cache in the loop, needles, times."""
+        """Measure strategies by the reference protocol: bytes, perplexity and KL with the cache in the loop, needles, times; or at tasks."""
         from tqdm import tqdm
 
         import kvlab
@@ -80,6 +85,26 @@ def app() -> "typer.Typer":
         from kvlab.texts import reference_text
 
         chosen = [kvlab.Strategy() if text == "full" else read_strategy(text) for text in strategy or ["full", *STANDARD]]
+        if task:
+            from kvlab.measure.experiment import experiment
+
+            tasks = [read_task(text) for text in task]
+            command = (
+                "kvlab measure"
+                + "".join(f" --strategy '{text}'" for text in strategy or [])
+                + "".join(f" --task '{text}'" for text in task)
+            )
+            for row in experiment(kvlab.load(model), chosen, tasks, out=out, progress=True, command=command):
+                score = (
+                    "failed"
+                    if row.score is None
+                    else f"{row.score:6.3f} (full cache {row.control:.3f})"
+                    if row.control is not None
+                    else f"{row.score:6.3f}"
+                )
+                share = "" if row.ratio is None else f"{100 * row.ratio:6.1f}% of 16-bit"
+                typer.echo(f"{row.task['task']:12} {row.strategy:60} {score:32} {share} {row.why}")
+            return
         lab = kvlab.load(model)
         command = "kvlab measure" + "".join(f" --strategy '{text}'" for text in strategy or []) + ("" if times else " --no-times")
         ids = lab.encode(reference_text()[: 8 * (tokens[0] + tokens[1])])[:, : tokens[0] + tokens[1]]
@@ -143,6 +168,34 @@ def app() -> "typer.Typer":
         from kvlab.measure.studies import study as run_study
 
         run_study(name, kvlab.load(model), typer.echo, out)
+
+    @commands.command()
+    def advise(
+        model: Annotated[str, typer.Argument(help="A model of the table, such as Llama-3.1-8B.")],
+        device: Annotated[str, typer.Argument(help="Hardware of the table, such as 'H100 SXM 80GB'.")],
+        context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 8192,
+        concurrency: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+        workload: Annotated[str, typer.Option(help="chat, edge, throughput, long context or multi-turn.")] = "chat",
+        devices: Annotated[int, typer.Option(help="How many of the device share the work.")] = 1,
+        weight_bits: Annotated[int, typer.Option(help="Bits of a weight.")] = 16,
+        per_token: Annotated[float | None, typer.Option(help="Milliseconds that a token may take.")] = None,
+        first_token: Annotated[float | None, typer.Option(help="Milliseconds that the first token may take.")] = None,
+        engine: Annotated[
+            str | None,
+            typer.Option(help="Also the first choice as settings for transformers, vllm, sglang, tensorrt-llm or llama.cpp."),
+        ] = None,
+    ) -> None:
+        """What binds, and which strategies to try in which order: bytes and times predicted, quality as measured or published, dangers named."""
+        from kvlab.advise import Limits
+        from kvlab.advise import advise as ask
+        from kvlab.export import export
+
+        limits = Limits(per_token=per_token and per_token / 1e3, first_token=first_token and first_token / 1e3)
+        advice = ask(model, device, context, concurrency, workload, limits, devices=devices, weight_bits=weight_bits)
+        typer.echo(str(advice))
+        if engine:
+            option = advice.best or advice.nearest
+            typer.echo(f"\n{option.strategy.to_code()}\n{export(option.strategy, engine)}")
 
     bench = typer.Typer(help="Speed, as ratios within one run.", no_args_is_help=True)
     commands.add_typer(bench, name="bench")
@@ -240,6 +293,29 @@ STANDARD = (
     "kvlab.Strategy(keep=keep.HeavyHitter(), chunk=256)",
     "kvlab.Strategy(place=place.Offload())",
 )
+
+
+def read_task(text: str) -> "Task":
+    """A task from its name and settings, ``PassKeys(tokens=1024)`` or ``PassKeys``. The text is read, never run.
+
+    Raises ``ValueError`` for anything but one of ``kvlab.measure.tasks`` with constants.
+    """
+    from kvlab.measure.tasks import from_dict
+
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+        if isinstance(call, ast.Name):
+            return from_dict({"task": call.id})
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name)
+            and not call.args
+            and all(key.arg for key in call.keywords)
+        ):
+            return from_dict({"task": call.func.id} | {str(key.arg): ast.literal_eval(key.value) for key in call.keywords})
+    except SyntaxError as error:
+        raise ValueError(f"task {text!r} is not readable: {error.msg}") from error
+    raise ValueError(f"task {text!r} must look like PassKeys(tokens=1024)")
 
 
 def read_strategy(text: str) -> "Strategy":

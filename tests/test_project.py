@@ -136,7 +136,7 @@ LEVELS: list[set[str]] = [
     {"chat", "parking"},
     {"lab"},
     {"measure", "serving"},
-    {"advise", "plots"},
+    {"advise", "export", "plots"},
     {"panels"},
     {"cli"},
 ]
