@@ -81,3 +81,32 @@ def test_a_strategy_is_read_and_never_run() -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             cli.read_strategy(text)
+
+
+def test_advice_and_its_export() -> None:
+    done = CliRunner().invoke(
+        cli.app(), ["advise", "Llama-3.1-8B", "A10 24GB", "--context", "32768", "--concurrency", "4", "--engine", "llama.cpp"]
+    )
+    assert done.exit_code == 0 and "capacity: 33.5 GB of 21.6 GB (1.55 x) BINDS" in done.output
+    assert (
+        "llama-server -m MODEL.gguf --cache-type-k q4_1" in done.output
+        and "kvlab.Strategy(store=store.Int(bits=4))" in done.output
+    )
+    failed = CliRunner().invoke(cli.app(), ["advise", "Llama-3.1-8B", "H1000"])
+    assert failed.exit_code == 1 and "H100 SXM 80GB" in str(failed.exception)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("PassKeys(512)", "must look like"),
+        ("PassKeys(", "is not readable"),
+        ("Nothing", "is not one of"),
+        ("PassKeys(tokens=open('x'))", "malformed"),
+    ],
+)
+def test_tasks_are_read_and_never_run(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cli.read_task(text)
+    assert str(cli.read_task("PassKeys(tokens=256, texts=2)")) == "PassKeys(tokens=256, texts=2)"
+    assert str(cli.read_task("Copying")) == "Copying()"

@@ -13,13 +13,13 @@ from kvlab.measure.tasks.base import NAMES, Case, Hay, Question, Task, chance, k
 class Variables(Task):
     """One person has a pass key, the next has the same as the first, and so on over ``hops`` people, spread through ``tokens`` tokens of text: what is the last one's?
 
-    Small models fail at two hops already; then the task says nothing about a cache, and is refused as evidence.
+    Where a model cannot do it with the full cache either, the task says nothing about caches, and its rows are refused as evidence.
     """
 
     title = "variables"
 
     tokens: int = 512
-    hops: int = 1
+    hops: int = 2
     texts: int = 4
     file: str = ""
 
