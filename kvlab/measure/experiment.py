@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from kvlab import _data
 from kvlab.errors import UnsupportedModel
 from kvlab.lab import Lab, load
 from kvlab.measure.result import machine
@@ -331,6 +332,11 @@ def read_rows(path: str | Path) -> list[Evidence]:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: line {number} is no row of an experiment: {error}") from error
     return rows
+
+
+def recorded() -> list[Evidence]:
+    """The rows of ``data/results/evidence.jsonl``: many strategies at several tasks, with the model of the course."""
+    return read_rows(_data.path("results/evidence.jsonl"))
 
 
 def frame(rows: Iterable[Evidence]) -> Any:
