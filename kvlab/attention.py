@@ -328,7 +328,8 @@ def fused(query: Tensor, values: Tensor) -> bool:
 def scorable(query: Tensor, values: Tensor) -> bool:
     """Whether Triton kernels take heads of this kind, and are what runs."""
     fits = query.shape[3] <= 256 and query.shape[3] == values.shape[3] and query.dtype == values.dtype != torch.float64
-    return fits and backend(query.device) == "triton"
+    learning = torch.is_grad_enabled() and query.requires_grad  # no kernel here has a backward pass
+    return fits and not learning and backend(query.device) == "triton"
 
 
 def triton_reads(layout: Layout) -> bool:

@@ -33,9 +33,10 @@ class Rope:
     def dims(self) -> int:
         return 2 * len(self.frequencies)
 
-    def turn(self, x: Tensor, columns: Tensor, back: bool = False) -> Tensor:
-        """``x`` ``[B, H, n, D]`` turned by positions ``columns`` (int64 ``[1 or B, 1 or H, n]``), or turned back -> float32."""
-        x, (cos, sin) = x.float(), self._waves(columns)
+    def turn(self, x: Tensor, columns: Tensor, back: bool = False, last: int | None = None) -> Tensor:
+        """``x`` ``[B, H, n, D]`` turned by positions ``columns`` (int64 ``[1 or B, 1 or H, n]``), or turned back -> float32. ``last``: a bound of the positions,
+        where it is known without looking."""
+        x, (cos, sin) = x.float(), self._waves(columns, last)
         return self._turned(x, cos, -sin if back else sin)
 
     def average(self, first: int, last: int, dim: int, device: torch.device) -> Tensor:
@@ -53,9 +54,11 @@ class Rope:
         turned = torch.stack([one, two], -1).flatten(-2) if self.interleaved else torch.cat([one, two], -1)
         return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
-    def _waves(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def _waves(self, columns: Tensor, last: int | None = None) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every angle, float32 ``[b, h, n, R / 2]``."""
-        waves = self.table(int(columns.max()) + 1 if columns.numel() else 1, columns.device)[columns]
+        if last is None:
+            last = int(columns.max()) if columns.numel() else 0
+        waves = self.table(last + 1, columns.device)[columns]
         cos, sin = waves.chunk(2, -1)
         return cos, sin
 

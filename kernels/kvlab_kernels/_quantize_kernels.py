@@ -29,9 +29,9 @@ def quantize_channel(x, codes, scale, zero, heads, x_b, x_h, x_n, x_d, c_b, c_h,
                      LARGEST: tl.constexpr):  # fmt: skip
     """One group of SIZE tokens, COLUMNS bytes of each: the channels of all fields of these bytes."""
     TOP: tl.constexpr = 2.0**BITS - 1.0
-    b = (tl.program_id(0) // heads).to(tl.int64)
-    h = (tl.program_id(0) % heads).to(tl.int64)
-    group = tl.program_id(1).to(tl.int64)
+    b = (tl.program_id(1) // heads).to(tl.int64)  # tokens along the first axis: only there a grid may be long
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    group = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, ROWS)
     j = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     inside = j < PLANE
@@ -83,9 +83,9 @@ def quantize_token(x, matrix, codes, scale, zero, heads, tokens, x_b, x_h, x_n, 
     TOP: tl.constexpr = 2.0**BITS - 1.0
     FIELDS: tl.constexpr = 8 // BITS
     CHUNKS: tl.constexpr = PLANE // CHUNK
-    b = (tl.program_id(0) // heads).to(tl.int64)
-    h = (tl.program_id(0) % heads).to(tl.int64)
-    n = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     j = tl.arange(0, COLUMNS)
     live = n < tokens
     good = live[:, None] & (j < CHUNK)[None, :]

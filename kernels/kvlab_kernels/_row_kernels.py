@@ -9,9 +9,9 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["heads", "count"])
 def gather(x, index, out, heads, count, x_b, x_h, x_n, i_b, i_h, o_b, o_h, o_n, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
     """ROWS rows of one head, W words each, copied as they are."""
-    b = (tl.program_id(0) // heads).to(tl.int64)
-    h = (tl.program_id(0) % heads).to(tl.int64)
-    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = i < count
     row = tl.load(index + b * i_b + h * i_h + i, mask=live, other=0).to(tl.int64)
     for w0 in tl.static_range(0, W, COLUMNS):
@@ -28,9 +28,9 @@ def turn(x, places, waves, out, heads, count, x_b, x_h, x_n, p_b, p_h, p_n, w_n,
 
     STEP: 1 where pairs are neighbours (interleaved), HALF where they are halves. A place below 0 turns the other way.
     """
-    b = (tl.program_id(0) // heads).to(tl.int64)
-    h = (tl.program_id(0) % heads).to(tl.int64)
-    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = i < count
     place = tl.load(places + b * p_b + h * p_h + i * p_n, mask=live, other=0).to(tl.int64)
     j = tl.arange(0, P)

@@ -36,7 +36,8 @@ def serves(rows: Tensor, x: Tensor | Codes) -> bool:
     codes = x.codes if isinstance(x, Codes) else x
     kind = isinstance(x, Codes) or x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     dim = x.head_dim if isinstance(x, Codes) else x.shape[-1]
-    return rows.shape[2] <= MAX_ROWS and codes.device.type == "cpu" and kind and dim % 8 == 0 and available()
+    learning = torch.is_grad_enabled() and rows.requires_grad  # machine code has no backward pass
+    return not learning and rows.shape[2] <= MAX_ROWS and codes.device.type == "cpu" and kind and dim % 8 == 0 and available()
 
 
 def score(query: Tensor, keys: Tensor | Codes, places: Places | None = None) -> Tensor:

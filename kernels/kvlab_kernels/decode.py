@@ -9,7 +9,7 @@ read once for a whole GQA group and never written back as a dense copy. Per-chan
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, isfinite
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class Reading:
     page: int  # tokens of a page; 0 where they lie one behind the other
     page_row: int  # stride of a page
     scale_page: int  # elements from the scales of one page to the next
+    ranged: bool  # scales per channel that are float32 and are brought into float16's range
     turn: int  # half of the channels that are turned by the token's place when read; 0: none
     waves: int  # elements from one place's cosines and sines to the next
 
@@ -108,7 +109,7 @@ def decode_attention(
     ``bias``: float ``[B or 1, Hk or 1, Q or 1, N + R]``, added to the scores; ``-inf`` hides a token. Padding, windows, causality, kept columns
     and the log counts of merged tokens come this way.
     ``softcap``: scores become ``softcap * tanh(score / softcap)`` before the bias. ``sinks``: ``[Hq]``, logits that join the denominator only.
-    ``length``: how many of the ``N`` tokens count, an int or an integer tensor ``[B]`` or ``[B, Hk]`` (values beyond ``N`` count as ``N``).
+    ``length``: how many of the ``N`` tokens count, an int or an integer tensor ``[B]`` or ``[B, Hk]`` (values of a tensor beyond ``N`` count as ``N``).
     ``start``: the first token that counts, likewise (0): padding on the left, a window, a head that holds fewer. What is left out is not read.
     ``places``: keys ``k`` lie as they were before RoPE and are turned in registers by where they stand; residual keys are not.
     ``splits``: how many parts the ``N`` tokens are cut into; by default what fills the device.
@@ -116,8 +117,9 @@ def decode_attention(
     ``out``: ``[B, Hq, Q, D]`` in q's dtype; ``lse``: float32 ``[B, Hq, Q]``, the natural log of the denominator, a sink included.
     A query that sees nothing gets ``out = 0`` and ``lse = -inf``.
 
-    With 16-bit queries codes are multiplied in float16 (they are exact there; queries and scales are brought into its range first)
-    and summed in float32. Raises ValueError, naming what was given and what is allowed.
+    With 16-bit queries codes are multiplied in float16 (they are exact there; queries, value scales
+    and float32 key scales are brought into its range first, float16 key scales are taken as they are)
+    and summed in float32. Values of tensors (``columns`` of places, say) are not looked at on a GPU. Raises ValueError, naming what was given and what is allowed.
     """
     return _run(q, k, v, None, scaling=scaling, bias=bias, softcap=softcap, sinks=sinks, length=length, start=start, residual_k=residual_k,
                 residual_v=residual_v, places=places, splits=splits, settings=settings)[:2]  # fmt: skip
@@ -148,8 +150,6 @@ def paged_decode_attention(
     ``table``: int32 ``[B, Hk or 1, M]``: token ``n`` of a row (and head) is row ``n % page`` of page ``table[b, h, n // page]``. Entries for tokens that do
     not count are not read. ``length``: tokens that count, as there; so ``N`` is ``M * page``. Everything else as there, ValueErrors too.
     """
-    if table.ndim != 3 or table.dtype != torch.int32:
-        raise ValueError(f"table is {table.dtype} {list(table.shape)}, must be int32 [B, Hk or 1, M]")
     return _run(q, k, v, table, scaling=scaling, bias=bias, softcap=softcap, sinks=sinks, length=length, start=start, residual_k=residual_k,
                 residual_v=residual_v, places=places, splits=splits, settings=settings)[:2]  # fmt: skip
 
@@ -182,10 +182,11 @@ def _run(
 
     work = plan(q, k, v, table=table, device=device, interpreted=launch.interpreting(), **options)
     if work.out.numel():
-        kernels.decode_split[work.split_grid](*work.split_args, **work.split_constants, **work.options)
-        kernels.decode_merge[work.merge_grid](*work.merge_args, **work.merge_constants, num_warps=2)
-        if work.mass is not None:
-            kernels.decode_split[work.mass_grid](*work.mass_args, **work.mass_constants, **work.options)
+        with launch.on(device):
+            kernels.decode_split[work.split_grid](*work.split_args, **work.split_constants, **work.options)
+            kernels.decode_merge[work.merge_grid](*work.merge_args, **work.merge_constants, num_warps=2)
+            if work.mass is not None:
+                kernels.decode_split[work.mass_grid](*work.mass_args, **work.mass_constants, **work.options)
     return work.out, work.lse, work.mass
 
 
@@ -233,6 +234,9 @@ def plan(
     ``since``: also lay out the launch that adds up what each key is given. ``device``: whose settings to take, by default q's.
     """
     device = device or q.device
+    _check_numbers(scaling, softcap, splits, settings)
+    if table is not None and (table.ndim != 3 or table.dtype != torch.int32):
+        raise ValueError(f"table is {table.dtype} {list(table.shape)}, must be int32 [B, Hk or 1, M]")
     batch, heads, queries, dim = _check_query(q)
     q = q if q.stride(3) == 1 else q.contiguous()
     paged = table is not None
@@ -240,6 +244,8 @@ def plan(
     value = _side("v", v, q, interpreted, paged)
     kv_heads, n = key.words.shape[1:3]
     if table is not None:
+        if length is None:
+            raise ValueError("length is None, must say how many tokens of each row count where tokens lie in pages")
         if n < 1:
             raise ValueError("k has pages of 0 tokens, must be 1 or more")
         if table.shape[0] != batch or table.shape[1] not in (1, kv_heads):
@@ -264,14 +270,10 @@ def plan(
         tail_n = tail_k.words.shape[2]
         if tail_n == 0:
             tail_k = tail_v = None
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} must be greater than 0, or None")
     if sinks is not None and tuple(sinks.shape) != (heads,):
         raise ValueError(f"sinks has shape {list(sinks.shape)}, must be [{heads}]")
-    if since is not None and not 0 <= since <= queries:
+    if since is not None and not (_whole(since) and 0 <= since <= queries):
         raise ValueError(f"since={since} must be 0 to {queries}, the number of queries")
-    if splits is not None and splits < 1:
-        raise ValueError(f"splits={splits} must be at least 1")
     bias = _check_bias(bias, batch, kv_heads, queries, n + tail_n)
     length, counted = _check_length("length", length, batch, kv_heads, n)
     start, begins = _check_length("start", 0 if start is None else start, batch, kv_heads, n)
@@ -317,7 +319,7 @@ def plan(
     split_constants: dict[str, object] = dict(
         K=key.reading, V=value.reading, TK=tail_k.reading if tail_k else None, TV=tail_v.reading if tail_v else None,
         D=dim, Q=queries, M=columns, BLOCK_N=block_n, STAGES=settings.num_stages, SOFTCAP=softcap is not None,
-        WHOLE=length is None and start is None and counted % block_n == 0, MASS=0,
+        WHOLE=length is None and start is None and counted % block_n == 0, MASS=False,
     )  # fmt: skip
     mass = None if since is None else torch.zeros((batch, kv_heads, n + tail_n), dtype=torch.float32, device=q.device)
     nothing = replace(
@@ -337,8 +339,26 @@ def plan(
         mass,
         (batch * kv_heads, parts),
         arguments(mass, lse) if mass is not None else (),
-        split_constants | dict(V=nothing, MASS=blocks),
+        split_constants | dict(V=nothing, MASS=True),
     )
+
+
+def _whole(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _check_numbers(scaling: float, softcap: float | None, splits: int | None, settings: launch.Settings | None) -> None:
+    for name, value in (("scaling", scaling), ("softcap", softcap)):
+        if value is None and name == "softcap":
+            continue
+        if not isinstance(value, int | float) or not isfinite(value):
+            raise ValueError(f"{name}={value!r} must be a finite number")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap={softcap} must be greater than 0, or None")
+    if splits is not None and (not _whole(splits) or not 1 <= splits <= launch.GRID):
+        raise ValueError(f"splits={splits!r} must be 1 to {launch.GRID}, or None")
+    if settings is not None:
+        settings.check()
 
 
 def _settings(device: torch.device, key: Side, value: Side, columns: int, dim: int, extras: bool) -> launch.Settings:
@@ -372,6 +392,8 @@ def _check_places(places: Places | None, batch: int, kv_heads: int, n: int) -> T
     if places is None:
         return None
     columns = places.columns
+    if not _whole(places.start):
+        raise ValueError(f"places.start={places.start!r} must be a whole number")
     if columns is None:
         if places.start < 0 or places.start + n > len(places.waves):
             raise ValueError(f"places.start={places.start} with {n} tokens needs waves for each, there are {len(places.waves)}")
@@ -380,6 +402,10 @@ def _check_places(places: Places | None, batch: int, kv_heads: int, n: int) -> T
     if columns.ndim != 3 or columns.dtype != torch.int32 or any(size not in ok for size, ok in zip(columns.shape, allowed)):
         raise ValueError(
             f"places.columns is {columns.dtype} {list(columns.shape)}, must be int32 [1 or {batch}, 1 or {kv_heads}, {n}]"
+        )
+    if columns.device.type == "cpu" and columns.numel() and not 0 <= int(columns.min()) <= int(columns.max()) < len(places.waves):
+        raise ValueError(
+            f"places.columns go from {int(columns.min())} to {int(columns.max())}, waves from 0 to {len(places.waves) - 1}"
         )
     return columns.expand(batch, kv_heads, n)
 
@@ -445,8 +471,8 @@ def _check_length(name: str, length: int | Tensor | None, batch: int, kv_heads: 
         return (length[:, None] if length.ndim == 1 else length).expand(batch, kv_heads), n
     if length is None:
         return None, n
-    if not 0 <= length <= n:
-        raise ValueError(f"{name}={length} must be 0 to {n}, the tokens in k")
+    if not _whole(length) or not 0 <= length <= n:
+        raise ValueError(f"{name}={length!r} must be 0 to {n}, the tokens in k")
     return None, int(length)
 
 
@@ -483,6 +509,8 @@ def _side(
     words, word = x.codes, 1
     if chunk % 2 == 0 and _even(x.codes) and (x.bits != 3 or plane % 4 == 0):
         words, word = x.codes.view(torch.int16), 2
+    if dot == torch.float16 and x.scale.dtype == torch.float32 and (kind == "rows" or turn[0]):
+        dot = torch.float32  # keys that are rebuilt may be larger than float16 knows
     half = dot == torch.float16
     fast = half and word == 2 and x.format != "normal" and x.bits != 3  # what machine instructions unpack
     pairs = (
@@ -490,7 +518,8 @@ def _side(
     )
     reading = _reading(words, x, kind, word, dim, chunk, dot, paged, turn)
     lift = fast and x.format == "int" and x.zero is not None and not turn[0]
-    return Side(words, replace(reading, half=half, fast=fast and not interpreted, lift=lift, pairs=pairs), x)
+    ranged = half and kind == "channel" and x.scale.dtype == torch.float32
+    return Side(words, replace(reading, half=half, fast=fast and not interpreted, lift=lift, pairs=pairs, ranged=ranged), x)
 
 
 def _reading(
@@ -517,7 +546,7 @@ def _reading(
         half=False, fast=False, lift=False, pairs=False, zeros=x is not None and x.zero is not None,
         middle=2 ** (x.bits - 1) if x is not None and x.format == "int" else 0, third=x is not None and x.bits == 3,
         page=words.shape[2] if paged else 0, page_row=words.stride(0) if paged else 0, scale_page=scale_page if paged else 0,
-        turn=turn[0], waves=turn[1],
+        ranged=False, turn=turn[0], waves=turn[1],
     )  # fmt: skip
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 WORK_PER_SPLIT = 256  # tokens: below this a split costs more than it brings
 MAX_SPLITS = 256
 OVERHEAD = 128  # tokens
+GRID = 65_535  # programs along the second and third axis of a grid
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,15 @@ class Settings:
     num_stages: int = 3
     programs_per_sm: int = 8
     maxnreg: int | None = None
+
+    def check(self) -> None:
+        """Raise ValueError for what no kernel can be launched with."""
+        for name, value, low, high in (("block_n", self.block_n, 16, 256), ("num_warps", self.num_warps, 1, 32)):
+            if not isinstance(value, int) or not low <= value <= high or value & (value - 1):
+                raise ValueError(f"settings.{name}={value!r} must be a power of two from {low} to {high}")
+        for name, number in (("num_stages", self.num_stages), ("programs_per_sm", self.programs_per_sm)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"settings.{name}={number!r} must be 1 or more")
 
     def options(self) -> dict[str, int]:
         """The keyword arguments Triton wants."""
@@ -90,6 +102,11 @@ def check_device(*tensors: torch.Tensor | None) -> torch.device:
             f"tensors are on {device}: Triton kernels need a GPU, or TRITON_INTERPRET=1 set before triton is imported"
         )
     return device
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """``with on(device):`` launches there; Triton launches on whatever device is current."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @cache

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BITS = (8, 4, 2)  # what the Triton kernels read
+BITS = (8, 4, 2)  # what `quantize` writes
 WIDTHS = (8, 4, 3, 2)
 PARTS = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # how many bits of a code go into planes together, the lowest first
 FLOATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

@@ -28,7 +28,8 @@ def quantize(
     out = destination(x, bits, axis, group_size, scale_dtype, out)
     if x.numel():
         kernel, grid, args, constants, options = plan(x, out)
-        kernel[grid](*args, **constants, **options)
+        with launch.on(x.device):
+            kernel[grid](*args, **constants, **options)
     return out
 
 
@@ -50,7 +51,8 @@ def rotate_quantize(
         raise ValueError(f"x has head dim {d}, must be 1 to 256")
     if x.numel():
         kernel, grid, args, constants, options = plan(x, out, matrix.contiguous())
-        kernel[grid](*args, **constants, **options)
+        with launch.on(x.device):
+            kernel[grid](*args, **constants, **options)
     return out
 
 
@@ -72,6 +74,8 @@ def plan(
     for name, t in (("codes", out.codes), ("scale", out.scale), ("zero", out.zero)):
         if t.stride(3) != 1 and t.shape[3] > 1:
             raise ValueError(f"out.{name} has stride {t.stride(3)} in its last dim, must be 1")
+    if b * h > launch.GRID:
+        raise ValueError(f"x has {b} x {h} rows and heads, must be at most {launch.GRID} together")
     size, plane = out.group_size, d * out.bits // 8
     constants: dict[str, Any] = dict(BITS=out.bits, SIZE=size, PLANE=plane, LARGEST=torch.finfo(out.scale.dtype).max)
     strides = (*x.stride(), *out.codes.stride()[:3], *out.scale.stride()[:3], *out.zero.stride()[:3])
@@ -81,7 +85,7 @@ def plan(
         rows = _power_of_2(size)
         columns = min(_power_of_2(plane), max(8, min(64, 8192 // rows)))
         constants |= dict(ROWS=rows, COLUMNS=columns)
-        grid = (b * h, n // size, -(-plane // columns))
+        grid = (n // size, b * h, -(-plane // columns))
         return kernels.quantize_channel, grid, (x, out.codes, out.scale, out.zero, h, *strides), constants, {"num_warps": 4}
     chunk = gcd(plane, size)
     columns = _power_of_2(chunk)
@@ -91,7 +95,7 @@ def plan(
     constants |= dict(CHUNK=chunk, ROWS=rows, COLUMNS=columns, D=d)
     return (
         kernels.quantize_token,
-        (b * h, -(-n // rows)),
+        (-(-n // rows), b * h),
         (x, matrix, out.codes, out.scale, out.zero, h, n, *strides),
         constants,
         {"num_warps": 4},

@@ -24,7 +24,11 @@ def gather_tokens(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor
 
     if x.ndim != 4 or (x.stride(3) != 1 and x.shape[3] > 1):
         raise ValueError(f"x is {list(x.shape)} with strides {list(x.stride())}, must be [B, H, N, W], its last dim contiguous")
+    if x.element_size() > 8:
+        raise ValueError(f"x is {x.dtype}, must have numbers of at most 8 bytes")
     b, h, n, w = x.shape
+    if b * h > launch.GRID:
+        raise ValueError(f"x has {b} x {h} rows and heads, must be at most {launch.GRID} together")
     if (
         index.ndim != 3
         or index.shape[0] not in (1, b)
@@ -48,7 +52,8 @@ def gather_tokens(x: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor
     width = source.shape[3]
     columns = min(256, max(4, 1 << (width - 1).bit_length()))
     rows = max(1, 4096 // columns)
-    kernels.gather[b * h, -(-m // rows)](
+    with launch.on(x.device):
+        kernels.gather[-(-m // rows), b * h](
         source, index, target, h, m, *source.stride()[:3], *index.stride()[:2], *target.stride()[:3], W=width, ROWS=rows, COLUMNS=columns, num_warps=4
     )  # fmt: skip
     return out
@@ -94,8 +99,14 @@ def rope_shift(
     b, h, n, d = k.shape
     if waves.ndim != 2 or waves.dtype != torch.float32 or waves.shape[1] % 2 or not 2 <= waves.shape[1] <= d:
         raise ValueError(f"waves is {waves.dtype} {list(waves.shape)}, must be float32 [P, R], R even and 2 to {d}")
+    if b * h > launch.GRID:
+        raise ValueError(f"k has {b} x {h} rows and heads, must be at most {launch.GRID} together")
     if isinstance(places, int):
+        if not -len(waves) < places < len(waves):
+            raise ValueError(f"places go to {abs(places)}, waves to {len(waves) - 1}")
         places = torch.full((1, 1, 1), places, dtype=torch.int32, device=k.device)
+    if not isinstance(places, Tensor):
+        raise ValueError(f"places={places!r} must be a whole number or a tensor of them")
     launch.check_device(k, places, waves, out)
     from . import _row_kernels as kernels
 
@@ -106,8 +117,8 @@ def rope_shift(
         or any(s not in ok for s, ok in zip(places.shape, allowed))
     ):
         raise ValueError(f"places is {places.dtype} {list(places.shape)}, must be int32 or int64 [1 or {b}, 1 or {h}, 1 or {n}]")
-    if places.device.type == "cpu" and places.numel() and int(places.abs().max()) >= len(waves):
-        raise ValueError(f"places go to {int(places.abs().max())}, waves to {len(waves) - 1}")
+    if places.device.type == "cpu" and places.numel() and not -len(waves) < int(places.min()) <= int(places.max()) < len(waves):
+        raise ValueError(f"places go to {max(-int(places.min()), int(places.max()))}, waves to {len(waves) - 1}")
     if out is None:
         out = torch.empty_like(k, memory_format=torch.contiguous_format)
     elif out.shape != k.shape or out.dtype != k.dtype or (out.stride(3) != 1 and d > 1):
@@ -117,7 +128,8 @@ def rope_shift(
         waves = waves if waves.stride(1) == 1 else waves.contiguous()
         padded = 1 << (half - 1).bit_length()
         rows = max(1, min(64, 2048 // padded))
-        kernels.turn[b * h, -(-n // rows)](
+        with launch.on(k.device):
+            kernels.turn[-(-n // rows), b * h](
             k, places, waves, out, h, n, *k.stride()[:3], *places.stride(), waves.stride(0), *out.stride()[:3], -1.0 if back else 1.0,
             D=d, HALF=half, P=padded, ROWS=rows, STEP=1 if interleaved else half, num_warps=4,
         )  # fmt: skip

@@ -49,8 +49,9 @@ def scored_attention(
     launch.require_triton()
     launch.check_device(q, k, v, sinks, first)
     work = plan(q, k, v, scaling, softcap, sinks, window, first, since, launch.interpreting())
-    for kernel, grid, args in work.launches:
-        kernel[grid](*args, **work.constants, **work.options)
+    with launch.on(q.device):
+        for kernel, grid, args in work.launches:
+            kernel[grid](*args, **work.constants, **work.options)
     return work.out, work.lse, work.mass
 
 
@@ -90,7 +91,7 @@ def plan(
     lse = torch.empty((batch, heads, queries), dtype=torch.float32, device=q.device)
     mass = torch.empty((batch, kv_heads, tokens), dtype=torch.float32, device=q.device)
     if first is not None:
-        first = first.to(torch.int32).contiguous()
+        first = first.clamp(0, tokens).to(torch.int32).contiguous()
     dot = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[q.dtype]
     if q.dtype == torch.bfloat16 and interpreted:
         dot = tl.float32  # the interpreter multiplies bfloat16 bit patterns
@@ -99,7 +100,7 @@ def plan(
         GROUP=heads // kv_heads, D=dim, P=max(16, 1 << (dim - 1).bit_length()), M=m, N=n, DOT=dot, SOFTCAP=softcap is not None
     )
     sizes = (float(scaling), float(softcap or 1.0), queries, tokens)
-    wide = window or EVERYTHING
+    wide = min(window or EVERYTHING, EVERYTHING)
     both = (*q.stride()[:3], *k.stride()[:3])
     forward = (q, k, v, sinks, first, out, lse, *sizes, heads, wide, *both, *v.stride()[:3])
     masses = (q, k, lse, first, mass, *sizes, kv_heads, wide, since, *both)
@@ -136,15 +137,17 @@ def check(
         raise ValueError(f"q has {heads} heads, k has {k.shape[1]}: the first must be a multiple of the second")
     if k.shape[2] < queries:
         raise ValueError(f"k has {k.shape[2]} tokens, must have at least the {queries} of the queries")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap} must be greater than 0, or None")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap={softcap} must be greater than 0 and finite, or None")
+    if batch * heads > launch.GRID:
+        raise ValueError(f"q has {batch} x {heads} rows and heads, must be at most {launch.GRID} together")
     if sinks is not None and tuple(sinks.shape) != (heads,):
         raise ValueError(f"sinks has shape {list(sinks.shape)}, must be [{heads}]")
-    if window is not None and window < 1:
+    if window is not None and (not isinstance(window, int) or window < 1):
         raise ValueError(f"window={window} must be at least 1, or None")
     if first is not None and (tuple(first.shape) != (batch,) or first.is_floating_point()):
         raise ValueError(f"first is {first.dtype} {list(first.shape)}, must be integers [{batch}]")
-    if not 0 <= since <= queries:
+    if not isinstance(since, int) or not 0 <= since <= queries:
         raise ValueError(f"since={since} must be 0 to {queries}, the number of queries")
 
 

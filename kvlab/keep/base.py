@@ -340,7 +340,7 @@ class Around(Keep, abstract=True):
         return self.inner.observe(weights, after)  # type: ignore[no-any-return]
 
     def counted(self, queries: int) -> int | None:
-        return self.inner.counted(queries)  # type: ignore[no-any-return]
+        return self.inner.counted(queries) if type(self).observe is Around.observe else None  # type: ignore[no-any-return]
 
     def priority(self, held: Held) -> Tensor:
         return self.inner.priority(held)  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvlab.buffer import Buffer
-from kvlab.dispatch import backend
+from kvlab.dispatch import backend, capturing
 from kvlab.store.side import Side
 from kvlab_kernels import cpu
 from kvlab_kernels.layout import BITS, FLOATS, Codes, dequantize, normal_levels, pack
@@ -53,7 +53,7 @@ def quantize(x: Tensor, coding: Coding, dims: tuple[int, ...]) -> tuple[Tensor, 
         scale = (x.abs().amax(dims, keepdim=True) * (coding.clip / top)).to(coding.scale_dtype)
     _check(x, coding, scale, zero)
     step = scale.float()
-    step = torch.where(step > 0, step, 1.0)
+    step = torch.where(step > 0, step, torch.inf)  # a group of one number: code 0, as the kernels write it
     if coding.format in FLOATS:
         kind = FLOATS[coding.format]
         top = torch.finfo(kind).max
@@ -66,7 +66,7 @@ def quantize(x: Tensor, coding: Coding, dims: tuple[int, ...]) -> tuple[Tensor, 
 
 
 def _check(x: Tensor, coding: Coding, scale: Tensor, zero: Tensor | None = None) -> None:
-    if not bool(torch.isfinite(scale).all() and (zero is None or torch.isfinite(zero).all())):
+    if not capturing(x.device) and not bool(torch.isfinite(scale).all() and (zero is None or torch.isfinite(zero).all())):
         raise ValueError(
             f"keys or values up to {x.abs().amax().item():.3g} cannot be quantized with {coding.scale_dtype} scales (NaN, infinite or too large)"
         )
@@ -146,7 +146,7 @@ class QuantizedSide(Side):
             or x.dtype == torch.float64
         ):
             return False
-        if not bool(x.abs().amax() < torch.finfo(coding.scale_dtype).max):
+        if not capturing(x.device) and not bool(x.abs().amax() < torch.finfo(coding.scale_dtype).max):
             return False  # torch's way says what cannot be written
         from kvlab_kernels.quantize import quantize as fused
 

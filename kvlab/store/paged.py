@@ -123,10 +123,15 @@ class PagedState(StoreState):
     def layout(self) -> Layout | None:
         if not self.filed:
             return Layout(self.tail[0].view(), self.tail[1].view())
-        shape, (keys, values) = self.shape, (pages.view() for pages in self.pages)
+        shape = self.shape
+        for pages in self.pages:
+            pages.view()  # wherever they were
+        keys, values = (pages.data for pages in self.pages)
+        assert keys is not None and values is not None
         row, head, place = self._owners()
         table = torch.zeros((shape.batch, shape.kv_heads + 1, self._places), dtype=torch.int32, device=shape.device)
-        table[row, head, place] = torch.arange(len(row), dtype=torch.int32, device=shape.device)
+        used, room = len(row) // shape.batch, keys.shape[2]  # rows of the batch have room to grow between them
+        table[row, head, place] = (row * room + torch.arange(len(row), device=shape.device) % used).int()
         heads = (-1, shape.kv_heads, -1, -1)
         keys, values = (x[:, 0].flatten(0, 1).unsqueeze(1).expand(heads) for x in (keys, values))
         # what a shorter head does not hold comes first: whole pages of nobody, then holes in its oldest page

@@ -67,6 +67,7 @@ class PreRopeState(Around):
             columns = self.columns.view()[:, :, start:stop].long()
         else:
             columns = torch.arange(start, stop, device=keys.device).view(1, 1, -1)
+            return rope.turn(keys, columns, back, max(stop - 1, 0))
         return rope.turn(keys, columns, back)
 
     def write(self, number: int, x: Tensor) -> Tensor:

@@ -156,3 +156,34 @@ def test_one_scale_for_all_keys_goes_the_way_of_torch(model, calls, monkeypatch)
     run(model, Strategy(store=store.Int(bits=8, group_size=8, key_axis="tensor")))
     assert not any(calls.values())
     assert attention.backend("cpu") == "triton"
+
+
+def test_a_keep_that_changes_the_evidence_is_asked(model, calls, monkeypatch):
+    """One around another, with an `observe` of its own: the kernels cannot know what it makes of the weights."""
+    from dataclasses import dataclass
+
+    from kvlab.strategy import methods
+
+    @dataclass(frozen=True)
+    class Inverse(keep.PyramidKV):
+        def observe(self, weights, after):
+            return -super().observe(weights, after)
+
+    try:
+        how = Strategy(Inverse(keep.HeavyHitter(budget=12, recent=2)))
+        _, want = run(model, how)
+        monkeypatch.setenv("KVLAB_FUSED", "1")
+        _, got = run(model, how)
+    finally:
+        methods("keep").pop("Inverse", None)
+    assert torch.equal(got[0], want[0]) and not any(calls.values())
+
+
+def test_what_must_be_differentiated_goes_the_way_of_torch(model, calls, monkeypatch):
+    monkeypatch.setenv("KVLAB_FUSED", "1")
+    cache, ids = KVCache(model, Strategy(store=INT)), torch.randint(0, 64, (1, 20))
+    forward(model, ids, cache)
+    out = model(ids[:, :1], cache=cache).logits
+    out.sum().backward()
+    assert not any(calls.values()) and model.model.layers[0].self_attn.q_proj.weight.grad is not None
+    model.zero_grad()

@@ -241,3 +241,83 @@ def test_it_refuses_formats_it_does_not_know():
         k = Codes(**{**good.__dict__, **change})
         with pytest.raises(ValueError, match=message):
             decode_attention(torch.zeros(1, 2, 1, 32), k, good, scaling=1.0)
+
+
+# what a reader with fresh eyes broke
+
+
+@pytest.mark.parametrize("start", [5, torch.tensor([5])])
+def test_what_lies_before_the_start_is_not_read(start):
+    """Neither its scales nor its pages: they may hold anything."""
+    k, v = random_codes(1, 1, 20, 32, 8, "token", 16), random_codes(1, 1, 20, 32, 8, "token", 16)
+    q = query(1, 2, 1, 32)
+    want = decode_attention(q, k, v, scaling=0.2, start=start, settings=SMALL)
+    for x in (k.scale, k.zero, v.scale, v.zero):
+        x[:, :, :5] = torch.nan
+    got = decode_attention(q, k, v, scaling=0.2, start=start, settings=SMALL)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    pages = [random_codes(6, 1, 4, 32, 8, "token", 32) for _ in range(2)]
+    table = torch.tensor([[[3, 0, 5, 1, 2]]], dtype=torch.int32)
+    want = paged_decode_attention(q, *pages, table, start=start, length=18, scaling=0.2, settings=SMALL)
+    wild = table.clone()
+    wild[..., 0] = 10**6
+    got = paged_decode_attention(q, *pages, wild, start=start, length=18, scaling=0.2, settings=SMALL)
+    assert torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("size", [1e-4, 1.0, 1e6])
+@pytest.mark.parametrize("kind", ["channel", "token", "rows"])
+def test_keys_of_any_size(size, kind):
+    """16-bit queries are multiplied in float16, whatever the scales' size."""
+    k = random_codes(
+        1, 1, 20, 32, 8, "token" if kind == "token" else "channel", 10 if kind == "rows" else 16, scale_dtype=torch.float32
+    )
+    k = Codes(k.codes, k.scale * size, k.zero * size, 8, k.axis, k.group_size)
+    v, q = query(1, 1, 20, 32, dtype=torch.bfloat16), (query(1, 2, 1, 32) / size).bfloat16()
+    run(q, k, v)
+
+
+def test_a_sum_over_many_queries():
+    """More query rows than a program holds are added up one block after the other."""
+    q, k, v = query(1, 8, 5, 32), query(1, 1, 20, 32), query(1, 1, 20, 32)
+    *_, mass = scored_decode_attention(q, k, v, scaling=0.2, since=2, settings=SMALL)
+    assert mass.sum().item() == pytest.approx(8 * 3, rel=1e-5)
+    assert error(mass, expected_mass(q, k, v, 0.2, 2)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(length=3.7), "length=3.7 must be 0 to 16"),
+        (dict(start=True), "start=True must be 0 to 16"),
+        (dict(scaling=float("nan")), "scaling=nan must be a finite number"),
+        (dict(scaling="1"), "scaling='1' must be a finite number"),
+        (dict(softcap=float("inf")), "softcap=inf must be a finite number"),
+        (dict(splits=1.5), "splits=1.5 must be 1 to 65535"),
+        (dict(splits=70000), "splits=70000 must be 1 to 65535"),
+        (dict(settings=launch.Settings(block_n=24)), "settings.block_n=24 must be a power of two"),
+        (dict(settings=launch.Settings(num_warps=3)), "settings.num_warps=3 must be a power of two"),
+        (dict(places=Places(torch.zeros(20, 32), None, 1.5)), "places.start=1.5 must be a whole number"),
+        (
+            dict(places=Places(torch.zeros(8, 32), torch.full((1, 1, 16), 9, dtype=torch.int32))),
+            "columns go from 9 to 9, waves from 0 to 7",
+        ),
+    ],
+)
+def test_numbers_that_cannot_be(change, message):
+    given = dict(scaling=1.0) | change
+    q, k = torch.zeros(1, 2, 1, 32), torch.zeros(1, 1, 16, 32)
+    with pytest.raises(ValueError, match=message):
+        decode_attention(q, k, k, **given)
+    with pytest.raises(ValueError, match=message):
+        scored_decode_attention(q, k, k, **given)
+
+
+def test_pages_need_a_length_and_whole_numbers():
+    q, k = torch.zeros(1, 2, 1, 32), torch.zeros(4, 1, 16, 32)
+    with pytest.raises(ValueError, match="length is None"):
+        scored_decode_attention(q, k, k, torch.zeros(1, 1, 2, dtype=torch.int32), scaling=1.0)
+    with pytest.raises(ValueError, match="table is torch.int64"):
+        scored_decode_attention(q, k, k, torch.zeros(1, 1, 2, dtype=torch.int64), scaling=1.0, length=3)
+    with pytest.raises(ValueError, match="since=0.5 must be 0 to 1"):
+        scored_decode_attention(q, k[:1], k[:1], scaling=1.0, since=0.5)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvlab_kernels import _decode_kernels as kernels
+from kvlab_kernels import _reading_kernels as kernels
 
 
 def run(asm, word):
