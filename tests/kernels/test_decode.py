@@ -235,7 +235,7 @@ def test_many_queries_and_heads():
         (dict(k=torch.zeros(1, 2, 8, 16)), "k has shape"),
         (dict(k=torch.zeros(1, 2, 32, 8).mT), "k has stride 8 in its last dim"),
         (dict(softcap=0.0), "softcap=0.0 must be greater than 0"),
-        (dict(splits=0), "splits=0 must be at least 1"),
+        (dict(splits=0), "splits=0 must be 1 to 65535"),
         (dict(length=9), "length=9 must be 0 to 8"),
         (dict(length=torch.zeros(2, dtype=torch.int32)), r"length is torch.int32 \[2\]"),
         (dict(bias=torch.zeros(1, 1, 1, 9)), r"bias is torch.float32 \[1, 1, 1, 9\]"),
