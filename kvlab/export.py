@@ -220,12 +220,12 @@ def _transformers(strategy: Strategy, draft: _Draft) -> str:
             draft.notes.append("QuantizedCache with HQQ scales groups along the head dim; kvlab compare measures both")
         return (
             f'cache = QuantizedCache("hqq", model.config, nbits={how.bits}, q_group_size={how.group_size}, axis_key=1, axis_value=1, '
-            "residual_length=128)\nmodel.generate(**inputs, past_key_values=cache)"
+            "residual_length=128)\nmodel.generate(**inputs, cache=cache)"
         )
     if not isinstance(how, store.Dense):
         draft.missing.append(f"{how}: no such cache (nearest: QuantizedCache with HQQ at 4 bits)")
     if isinstance(where, place.Offload):
         if where.to == "disk":
             draft.missing.append(f"{where}: offloading goes to CPU RAM only")
-        return "cache = DynamicCache(config=model.config, offloading=True)\nmodel.generate(**inputs, past_key_values=cache)"
-    return "cache = DynamicCache(config=model.config)\nmodel.generate(**inputs, past_key_values=cache)"
+        return "cache = DynamicCache(config=model.config, offloading=True)\nmodel.generate(**inputs, cache=cache)"
+    return "cache = DynamicCache(config=model.config)\nmodel.generate(**inputs, cache=cache)"
