@@ -132,8 +132,15 @@ def pareto_summary(rows: Sequence["Evidence"]) -> str:
     own = [row for row in rows if row.score is not None and row.ratio is not None]
     if not own:
         return "Nothing was measured."
-    wide = " Rows were run in float32, whose full cache takes twice the bytes of the 16 bits that percents are of." if own[0].dtype == "float32" else ""
+    wide = (
+        " Rows were run in float32, whose full cache takes twice the bytes of the 16 bits that percents are of."
+        if own[0].dtype == "float32"
+        else ""
+    )
     best = [own[i] for i in front([(row.ratio or 0.0, row.score or 0.0) for row in own])]
     return (
-        "On the front: " + ", ".join(f"{row.strategy} ({100 * (row.ratio or 0.0):.0f}%, {row.score:.2f})" for row in best) + "." + wide
+        "On the front: "
+        + ", ".join(f"{row.strategy} ({100 * (row.ratio or 0.0):.0f}%, {row.score:.2f})" for row in best)
+        + "."
+        + wide
     )
