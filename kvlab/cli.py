@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,8 +77,16 @@ def app() -> "typer.Typer":
             list[str] | None,
             typer.Option(help="A task, such as 'PassKeys(tokens=1024)'. Many. Then --out is taken up where it was left."),
         ] = None,
+        endpoint: Annotated[
+            str | None, typer.Option(help="Measure a served model instead: an OpenAI-compatible address up to and with /v1.")
+        ] = None,
+        concurrency: Annotated[int, typer.Option(help="Requests at once, for --endpoint.")] = 4,
+        requests: Annotated[int, typer.Option(help="Requests in all, for --endpoint; every second one repeats a prompt.")] = 16,
     ) -> None:
-        """Measure strategies by the reference protocol: bytes, perplexity and KL with the cache in the loop, needles, times; or at tasks."""
+        """Measure strategies by the reference protocol: bytes, perplexity and KL with the cache in the loop, needles, times; at tasks; or a served model."""
+        if endpoint:
+            served(endpoint, model, concurrency, requests, typer.echo)
+            return
         from tqdm import tqdm
 
         import kvlab
@@ -293,6 +302,23 @@ STANDARD = (
     "kvlab.Strategy(keep=keep.HeavyHitter(), chunk=256)",
     "kvlab.Strategy(place=place.Offload())",
 )
+
+
+def served(url: str, model: str, concurrency: int, requests: int, say: Callable[[str], object]) -> None:
+    """Send stretches of the reference text to a server, each twice, and print what came: times, throughput, the effect of prompts sent before."""
+    import time
+
+    from kvlab.measure.endpoint import measure_endpoint, summary, watched
+    from kvlab.texts import long_text
+
+    text = long_text()
+    prompts = [text[4000 * (i // 2) % 300_000 :][:4000] for i in range(requests)]
+    order = [*prompts[::2], *prompts[1::2]]  # all of them once, then again
+    with watched(url) as seen:
+        begun = time.perf_counter()
+        rows = measure_endpoint(url, model=model, prompts=order, concurrency=concurrency)
+        took = time.perf_counter() - begun
+    say(str(summary(rows, order, took, seen.most)))
 
 
 def read_task(text: str) -> "Task":

@@ -143,3 +143,18 @@ def test_what_cannot_be(given, message):
     asked = dict(url="http://localhost:1/v1", model="x", prompts=["a"]) | given
     with pytest.raises(ValueError, match=message):
         measure_endpoint(asked.pop("url"), **asked)
+
+
+def test_from_the_command_line(served, monkeypatch):
+    from typer.testing import CliRunner
+
+    from kvlab import cli, texts
+
+    monkeypatch.setattr(texts, "long_text", lambda: "some words of a text " * 3)
+    done = CliRunner().invoke(cli.app(), ["measure", "--endpoint", served, "--model", "tiny", "--requests", "1"])
+    assert done.exit_code == 0, done.output
+    assert (
+        "1 requests, 0 failed" in done.output and "tokens a second" in done.output and "kv_cache_usage_perc 0.25" in done.output
+    )
+    failed = CliRunner().invoke(cli.app(), ["measure", "--endpoint", "nowhere"])
+    assert failed.exit_code == 1 and "is no address" in str(failed.exception)
