@@ -56,14 +56,14 @@ oldest: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
 kernels-test: $(VENV)/.test
 	TRITON_INTERPRET=1 $(PY) -m pytest -q -n 2 tests/kernels
 
-# The cells of every notebook run; outputs are compared where a cell asks for it (tag nbval-check-output). The browser's tests run beside them:
+# The cells of every notebook run (00, whose panel the browser drives, in `make nightly`); outputs are compared where a cell asks for it (tag nbval-check-output). The browser's tests run beside them:
 # the longest first, two files at a time with a thread each, since cells come one after the other and two torches' threads would fight over two cores.
 course: $(VENV)/.test
 ifeq ($(CHROMIUM),)
 	@echo "browser tests: SKIPPED, no Chromium found (sudo apt install chromium)"
 endif
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
-	  --ignore=notebooks/solutions $(if $(CHROMIUM),tests/browser/test_panels.py) notebooks/05_eviction.ipynb \
+	  --ignore=notebooks/solutions --ignore=notebooks/00_live_lab.ipynb $(if $(CHROMIUM),tests/browser/test_panels.py) notebooks/05_eviction.ipynb \
 	  $(if $(CHROMIUM),tests/browser/test_live_lab.py) notebooks
 
 ## make notebooks  run every notebook and save it with pictures and without widget state
@@ -80,11 +80,11 @@ gpu: $(VENV)/.test
 ## make nightly    the tests that are too long for every run
 nightly: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
 	$(PY) -m pytest -q -m nightly tests --ignore=tests/browser --ignore=tests/kernels
-	$(PY) -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/solutions
+	$(PY) -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/00_live_lab.ipynb notebooks/solutions
 	KVLAB_PANELS=all $(PY) -m pytest -q tests/browser/test_panels.py
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST) $(PY) -m pytest -q tests/test_families.py tests/test_generate.py
 	KVLAB_CASES=10000 $(PY) -m pytest -q tests/test_parity.py
-	TRITON_INTERPRET=1 KVLAB_COMPILE=all $(PY) -m pytest -q -n 2 tests/kernels/test_compile.py
+	TRITON_INTERPRET=1 KVLAB_COMPILE=all KVLAB_SHAPES=40 $(PY) -m pytest -q -n 2 tests/kernels/test_compile.py tests/kernels/test_decode.py
 
 ## make clean      remove .venv and caches (not the model: `kvlab model` says where it lies)
 clean:

@@ -158,7 +158,7 @@ def _weigh(
     total, mass,
     K: tl.constexpr, NONE: tl.constexpr, M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """What the queries give each of the tokens ``lo .. hi``, their log2-sum-exp ``total`` [M] being known, added to ``mass``."""
+    """What the queries give each of the tokens ``lo .. hi``, their log2-sum-exp ``total`` [M] being known."""
     rows = tl.arange(0, BLOCK_N)
     q, q_sum, q_lift, unit = _query(q_base, live, scaling, K, M, SOFTCAP)
     for n0 in tl.range(lo, hi, BLOCK_N):
@@ -169,11 +169,7 @@ def _weigh(
                     K, M, BLOCK_N)  # fmt: skip
         s = _logits(s, n0, rows, ok, unit, bias, bias_n, cap, SOFTCAP)
         p = tl.where(live[None, :], tl.exp2(s - tl.where(total == float("-inf"), 0.0, total)[None, :]), 0.0)
-        given = tl.sum(p, 1)
-        at = mass + (n0 + rows).to(tl.int64)
-        given += tl.load(at, mask=n0 + rows < hi, other=0.0)
-        tl.debug_barrier()  # the threads that load are not those that stored
-        tl.store(at, given, mask=n0 + rows < hi)
+        tl.store(mass + (n0 + rows).to(tl.int64), tl.sum(p, 1), mask=n0 + rows < hi)
 
 
 @triton.jit
@@ -208,10 +204,10 @@ def decode_split(
     in pages, batch strides of k, v and their scales are 0: the block table ``pages`` has a row for each.
 
     MASS: the second pass, in which every key is told what the queries from ``since`` on gave it. ``part_lse`` is then the log-sum-exp of the whole,
-    ``part_out`` where the mass goes (zeros), and a program takes all blocks of its head's queries, one after the other.
+    ``part_out`` where the mass goes, zeros, one for each block of query rows.
     """
     blocks = tl.cdiv(rows_m, M)
-    bh = tl.program_id(0) if MASS else tl.program_id(0) // blocks
+    bh = tl.program_id(0) // blocks
     split = tl.program_id(1)
     b = (bh // kv_heads).to(tl.int64)
     h = (bh % kv_heads).to(tl.int64)
@@ -248,27 +244,24 @@ def decode_split(
     tail_bias = bias
     if bias is not None:
         tail_bias = bias + (bias_tail + tl.zeros([], tl.int64)) * bias_n
+    block = tl.program_id(0) % blocks
+    i = block * M + tl.arange(0, M)
+    live = i < rows_m
+    q_base = q + b * q_b + (h * (rows_m // Q) + i // Q) * q_h + (i % Q) * q_n
+    row = (b * kv_heads + h) * rows_m + i
     if MASS:
-        mass = part_out + (b * kv_heads + h) * (bias_tail + tail_n)
-        for block in range(blocks):
-            i = block * M + tl.arange(0, M)
-            row = (b * kv_heads + h) * rows_m + i
-            total = tl.load(part_lse + row, mask=i < rows_m, other=0.0) * LOG2E
-            live = (i < rows_m) & (i % Q >= since)
-            q_base = q + b * q_b + (h * (rows_m // Q) + i // Q) * q_h + (i % Q) * q_n
-            if split < splits:
-                _weigh(lo, hi, first, pages, k, k_scale, k_zero, k_table, table_n, k_levels, waves, places, place_n, place_first,
-                       _own(bias, i, bias_q, Q), bias_n, cap, scaling, q_base, live, total, mass, K, V, M, BLOCK_N, SOFTCAP, WHOLE)  # fmt: skip
-            elif TK is not None:
-                _weigh(0, tail_n, None, None, tail_k, None, None, None, 0, None, None, None, 0, 0,
-                       _own(tail_bias, i, bias_q, Q), bias_n, cap, scaling, q_base, live, total, mass + bias_tail, TK, V, M, BLOCK_N, SOFTCAP, False)  # fmt: skip
+        total = tl.load(part_lse + row, mask=live, other=0.0) * LOG2E
+        live = live & (i % Q >= since)
+        mass = part_out + (block * (tl.num_programs(0) // blocks) + b * kv_heads + h) * (bias_tail + tail_n)
+        if split < splits:
+            _weigh(lo, hi, first, pages, k, k_scale, k_zero, k_table, table_n, k_levels, waves, places, place_n, place_first,
+                   _own(bias, i, bias_q, Q), bias_n, cap, scaling, q_base, live, total, mass, K, V, M, BLOCK_N, SOFTCAP, WHOLE)  # fmt: skip
+        elif TK is not None:
+            _weigh(0, tail_n, None, None, tail_k, None, None, None, 0, None, None, None, 0, 0,
+                   _own(tail_bias, i, bias_q, Q), bias_n, cap, scaling, q_base, live, total, mass + bias_tail, TK, V, M, BLOCK_N, SOFTCAP, False)  # fmt: skip
     else:
-        i = tl.program_id(0) % blocks * M + tl.arange(0, M)
-        live = i < rows_m
-        q_base = q + b * q_b + (h * (rows_m // Q) + i // Q) * q_h + (i % Q) * q_n
-        at = ((b * kv_heads + h) * rows_m + i) * parts + split
-        out = part_out + at * D
-        lse = part_lse + at
+        out = part_out + (row * parts + split) * D
+        lse = part_lse + row * parts + split
         if split < splits:
             _attend(lo, hi, first, pages, k, v, k_scale, k_zero, k_table, table_n, k_levels, v_scale, v_zero, v_levels, waves, places, place_n, place_first,
                     _own(bias, i, bias_q, Q), bias_n, cap, scaling, q_base, live, out, lse, K, V, M, BLOCK_N, STAGES, SOFTCAP, WHOLE)  # fmt: skip

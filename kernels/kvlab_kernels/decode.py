@@ -161,7 +161,7 @@ def scored_decode_attention(
 
     ``mass``: float32 ``[B, Hk, N + R]``, of each key the softmax weights that it got from the queries from ``since`` on, added up over them and over the
     query heads that share it (H2O, arXiv 2306.14048); 0 for tokens that do not count. A second pass over the keys, whose log-sum-exp is then known;
-    nothing of queries x keys is held, and every key is added up by one program in one order. Options and errors are theirs.
+    nothing of queries x keys is held, and every key is added up in one order. Options and errors are theirs.
     """
     out, lse, mass = _run(q, k, v, table, since=since, **options)
     assert mass is not None
@@ -187,7 +187,7 @@ def _run(
             kernels.decode_merge[work.merge_grid](*work.merge_args, **work.merge_constants, num_warps=2)
             if work.mass is not None:
                 kernels.decode_split[work.mass_grid](*work.mass_args, **work.mass_constants, **work.options)
-    return work.out, work.lse, work.mass
+    return work.out, work.lse, None if work.mass is None else work.mass.sum(0)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Plan:
     merge_grid: tuple[int, int]
     merge_args: tuple
     merge_constants: dict[str, int]
-    mass: Tensor | None
+    mass: Tensor | None  # one for each block of query rows
     mass_grid: tuple[int, int]
     mass_args: tuple
     mass_constants: dict[str, object]
@@ -321,7 +321,7 @@ def plan(
         D=dim, Q=queries, M=columns, BLOCK_N=block_n, STAGES=settings.num_stages, SOFTCAP=softcap is not None,
         WHOLE=length is None and start is None and counted % block_n == 0, MASS=False,
     )  # fmt: skip
-    mass = None if since is None else torch.zeros((batch, kv_heads, n + tail_n), dtype=torch.float32, device=q.device)
+    mass = None if since is None else torch.zeros((blocks, batch, kv_heads, n + tail_n), dtype=torch.float32, device=q.device)
     nothing = replace(
         key.reading, kind="dense", zeros=False, parts=1, fields=1, groups=1
     )  # of values, which the second pass does not read
@@ -337,7 +337,7 @@ def plan(
         (part_out, part_lse, sinks, out, lse, parts, heads, queries),
         dict(D=dim, BLOCK_D=block_d, BLOCK_P=block_p),
         mass,
-        (batch * kv_heads, parts),
+        (batch * kv_heads * blocks, parts),
         arguments(mass, lse) if mass is not None else (),
         split_constants | dict(V=nothing, MASS=True),
     )

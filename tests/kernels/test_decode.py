@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -9,6 +11,7 @@ from kvlab_kernels.decode import decode_attention
 from kvlab_kernels.layout import Codes
 
 DTYPES = list(TOLERANCE)
+EXAMPLES = int(os.environ.get("KVLAB_SHAPES", "5"))  # `make nightly` draws 40
 SMALL = launch.Settings(block_n=16)  # short tiles, so that short caches have several
 
 
@@ -73,7 +76,7 @@ def cases(draw):
                 tail=draw(st.sampled_from([0, 0, 1, 20])), splits=draw(st.sampled_from([1, 3, None])), masked=draw(st.booleans()))  # fmt: skip
 
 
-@settings(max_examples=9, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_any_shape(case):
     dtype, n, dim, tail = case["dtype"], case["n"], case["dim"], case["tail"]

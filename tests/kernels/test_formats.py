@@ -40,21 +40,15 @@ def run(q, k, v, **options):
     return got
 
 
-@pytest.mark.parametrize(
-    "dtype, axis, size",
-    [
-        (torch.float32, "channel", 16),
-        (torch.float32, "channel", 10),
-        (torch.bfloat16, "channel", 16),
-        (torch.bfloat16, "token", 16),
-    ],
-)
+@pytest.mark.parametrize("dtype, axis, size", [(torch.float32, "channel", 10), (torch.bfloat16, "channel", 16)])
 @pytest.mark.parametrize("how", FORMATS, ids=lambda how: "-".join(f"{x}" for x in how.values()))
 def test_formats(how, dtype, axis, size, poison):
     bits, more = how["bits"], {name: x for name, x in how.items() if name != "bits"}
     k = random_codes(1, 1, 20, 32, bits, axis, size, table=size == 10, **more)
     v = random_codes(1, 1, 20, 32, bits, "token", 32, **more)
     run(query(1, 2, 1, 32, dtype=dtype), k, v)
+    if dtype == torch.float32:
+        run(query(1, 2, 1, 32), v, v)  # keys per token
     assert torch.allclose(dequantize(k, torch.float64), values(k), atol=1e-5)
 
 
