@@ -296,12 +296,7 @@ class _Book:
         self.file.seek(0)
         content = self.file.read()
         whole = content[: content.rfind(b"\n") + 1]  # a process that was killed while it wrote left a piece of a line
-        for number, line in enumerate(whole.decode("utf-8").splitlines(), 1):
-            try:
-                row = Evidence(**json.loads(line))
-                self.rows[row.key] = row
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{self.path}: line {number} is no row of an experiment: {error}") from error
+        self.rows = {row.key: row for row in _parsed(whole.decode("utf-8"), self.path)}
         if len(whole) < len(content):
             self.file.truncate(len(whole))
 
@@ -325,8 +320,12 @@ def _hold(file: Any, path: Path) -> None:
 def read_rows(path: str | Path) -> list[Evidence]:
     """The rows of a file, a piece of a line at its end left out. Raises ``ValueError`` naming the line that is no row, ``OSError`` for no file."""
     content = Path(path).read_text(encoding="utf-8")
+    return _parsed(content[: content.rfind("\n") + 1], path)
+
+
+def _parsed(content: str, path: str | Path | None) -> list[Evidence]:
     rows = []
-    for number, line in enumerate(content[: content.rfind("\n") + 1].splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         try:
             rows.append(Evidence(**json.loads(line)))
         except (TypeError, ValueError) as error:
