@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvlab import _data
 from kvlab.errors import UnsupportedModel
 from kvlab.lab import Lab, load
@@ -133,7 +131,7 @@ def experiment(
             ``lab.name`` themselves, so that must be a shipped name, or a folder that they see. None: this process, with this lab.
         progress: True for a bar, or what is called with each row.
 
-    A row that fails says why, and the others go on. Raises ``ValueError`` for no strategy or no task, and for a file that holds something else.
+    A row that fails says why, and the others go on; it stays in the file (take its line out to try again), unless it was the worker that was lost. Raises ``ValueError`` for no strategy or no task, and for a file that holds something else.
     """
     asked, todo = list(strategies), list(dict.fromkeys(tasks))
     wanted = list(dict.fromkeys([Strategy(), *asked]))
@@ -143,24 +141,24 @@ def experiment(
         raise ValueError("experiment: no task is given (allowed: one or more of kvlab.measure.tasks)")
     dtype = str(next(lab.model.parameters()).dtype).removeprefix("torch.")
     about = {"model": lab.name, "dtype": dtype, "device": str(lab.device), "command": command}
-    with _Book(out) as book:
+    with contextlib.ExitStack() as stack:
+        book = stack.enter_context(_Book(out))
         done: dict[str, Evidence] = dict(book.rows)
-        bar = _bar(progress, len(wanted) * len(todo))
 
         def key(strategy: Strategy, task: Task) -> str:
             return _key(strategy.to_dict(), task.to_dict(), lab.name, dtype)
 
-        def take(made: Evidence) -> None:
-            done[made.key] = made
-            book.write(made)
-            bar(made)
-
+        missing = sum(key(strategy, task) not in done for task in todo for strategy in wanted)
+        told = stack.enter_context(_telling(progress, missing))
         for group in (wanted[:1], wanted[1:]):
             jobs = [(strategy, task) for task in todo for strategy in group if key(strategy, task) not in done]
             controls = {task: done.get(key(wanted[0], task)) for task in todo}
             work = [(strategy.to_dict(), task.to_dict(), about, _score(controls[task])) for strategy, task in jobs]
-            for made in _measured(lab, work, executor):
-                take(made)
+            for made, lost in _measured(lab, work, executor):
+                done[made.key] = made
+                if not lost:
+                    book.write(made)
+                told(made)
         return [done[key(strategy, task)] for task in todo for strategy in wanted]
 
 
@@ -171,19 +169,19 @@ def _score(row: Evidence | None) -> float | None:
 Work = tuple[dict[str, Any], dict[str, Any], dict[str, str], float | None]
 
 
-def _measured(lab: Lab, work: list[Work], executor: Executor | None) -> Iterator[Evidence]:
-    """Rows as they get ready."""
+def _measured(lab: Lab, work: list[Work], executor: Executor | None) -> Iterator[tuple[Evidence, bool]]:
+    """Rows as they get ready, and whether their worker was lost."""
     if executor is None:
-        yield from (_row(lab, *one) for one in work)
+        yield from ((_row(lab, *one), False) for one in work)
         return
     futures: dict[Future[Evidence], Work] = {executor.submit(_elsewhere, one): one for one in work}
     try:
         for future in as_completed(futures):
             try:
-                yield future.result()
+                yield future.result(), False
             except Exception as error:  # the worker is gone, or its row did not come through
                 settings, task, about, control = futures[future]
-                yield _failed(settings, task, about, control, error)
+                yield _failed(settings, task, about, control, error), True
     finally:
         for future in futures:
             future.cancel()
@@ -196,8 +194,6 @@ def _elsewhere(work: Work) -> Evidence:
 
 @functools.lru_cache(maxsize=1)
 def _lab(name: str, dtype: str, device: str) -> Lab:
-    if device == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     return load(name, dtype=dtype, device=device)
 
 
@@ -256,15 +252,21 @@ def _evidence(
     )
 
 
-def _bar(progress: bool | Callable[[Evidence], None], total: int) -> Callable[[Evidence], None]:
-    if callable(progress):
-        return progress
-    if not progress:
-        return lambda row: None
+@contextlib.contextmanager
+def _telling(progress: bool | Callable[[Evidence], None], total: int) -> Iterator[Callable[[Evidence], Any]]:
+    """What is called with each new row."""
+    if callable(progress) or not progress:
+        yield progress if callable(progress) else lambda row: None
+        return
     from tqdm.auto import tqdm
 
-    bar = tqdm(total=total, unit="row")
-    return lambda row: (bar.set_postfix_str(row.strategy[:40]), bar.update())[1]  # type: ignore[func-returns-value]
+    with tqdm(total=total, unit="row") as bar:
+
+        def told(row: Evidence) -> None:
+            bar.set_postfix_str(row.strategy[:40])
+            bar.update()
+
+        yield told
 
 
 class _Book:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kvlab import _data
+from kvlab import _data, geometry
 
 Array = np.ndarray[Any, Any]
 
@@ -99,9 +99,6 @@ class Place:
         return self.speed / min(peak, self.intensity * bandwidth)
 
 
-QUERY_HEADS = {"Llama-3.1-8B": 32, "Llama-3.1-70B": 64}
-
-
 def places(run: dict[str, Any], names: tuple[str, ...] = ("dense", "int8", "int4", "int2", "sdpa flash")) -> list[Place]:
     """The roofline's points (Williams, Waterman and Patterson 2009) of what :func:`recorded` holds: decode attention, head dim 128, one query a row.
 
@@ -110,7 +107,7 @@ def places(run: dict[str, Any], names: tuple[str, ...] = ("dense", "int8", "int4
     found = []
     for row in run["benchmark"]:
         if row["name"] in names and "ms" in row:
-            products = 4 * row["batch"] * QUERY_HEADS[row["model"]] * row["context"] * 128
+            products = 4 * row["batch"] * geometry.find(row["model"]).query_heads * row["context"] * 128
             found.append(
                 Place(
                     row["name"],

@@ -29,46 +29,59 @@ class Phases:
     fetch: float = 0.0
 
 
+class _Clock:
+    """One thread's measurement: what it spent, and for each call that is open what was spent under another name within."""
+
+    def __init__(self) -> None:
+        self.spent, self.inside = Phases(), list[float]()
+
+    def run(self, name: str, plain: Callable[..., Any], args: Any, options: Any) -> Any:
+        start = time.perf_counter()
+        self.inside.append(0.0)
+        try:
+            return plain(*args, **options)
+        finally:
+            took = time.perf_counter() - start
+            setattr(self.spent, name, getattr(self.spent, name) + took - self.inside.pop())
+            if self.inside:
+                self.inside[-1] += took
+
+
 _lock = threading.Lock()
+_clocks: dict[int, _Clock] = {}  # by thread; the parts are watched while there is any
+_plain: list[tuple[Any, str, Any]] = []
 
 
 @contextlib.contextmanager
 def phases() -> Iterator[Phases]:
-    """``with phases() as spent:`` — what caches of this process spend inside, in this thread. Not twice at once (``RuntimeError``)."""
-    if not _lock.acquire(blocking=False):
-        raise RuntimeError("phases() is already on: one measurement at a time")
-    spent, thread = Phases(), threading.get_ident()
-    inside: list[float] = []
-
-    def timed(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def call(*args: Any, **options: Any) -> Any:
-            if threading.get_ident() != thread:
-                return plain(*args, **options)
-            start = time.perf_counter()
-            inside.append(0.0)  # what is spent under another name within
-            try:
-                return plain(*args, **options)
-            finally:
-                took = time.perf_counter() - start
-                own = took - inside.pop()
-                setattr(spent, name, getattr(spent, name) + own)
-                if inside:
-                    inside[-1] += took
-
-        return call
-
-    patched: list[tuple[Any, str, Any]] = []
+    """``with phases() as spent:`` — what caches spend inside, in this thread; other threads may measure beside it. ``RuntimeError`` where this one does already."""
+    thread, clock = threading.get_ident(), _Clock()
+    with _lock:
+        if thread in _clocks:
+            raise RuntimeError("phases() is already on in this thread: one measurement at a time")
+        if not _clocks:
+            for owner, attribute, name in _PARTS:
+                plain = getattr(owner, attribute)
+                _plain.append((owner, attribute, plain))
+                setattr(owner, attribute, _watched(name, plain))
+        _clocks[thread] = clock
     try:
-        for owner, attribute, name in _PARTS:
-            plain = getattr(owner, attribute)
-            patched.append((owner, attribute, plain))
-            setattr(owner, attribute, timed(name, plain))
-        yield spent
+        yield clock.spent
     finally:
-        for owner, attribute, plain in reversed(patched):
-            setattr(owner, attribute, plain)
-        _lock.release()
+        with _lock:
+            del _clocks[thread]
+            while not _clocks and _plain:
+                owner, attribute, plain = _plain.pop()
+                setattr(owner, attribute, plain)
+
+
+def _watched(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def call(*args: Any, **options: Any) -> Any:
+        clock = _clocks.get(threading.get_ident())
+        return plain(*args, **options) if clock is None else clock.run(name, plain, args, options)
+
+    return call
 
 
 _PARTS: list[tuple[Any, str, str]] = [

@@ -129,11 +129,25 @@ def test_an_executor_gives_the_same_rows(lab, monkeypatch):
         assert (mine.key, mine.score, mine.control, mine.why) == (theirs.key, theirs.score, theirs.control, theirs.why)
 
 
-def test_a_worker_that_is_gone_is_a_row_with_a_reason(lab, monkeypatch):
-    monkeypatch.setattr(module, "_elsewhere", lambda work: 1 / 0)
-    with ThreadPoolExecutor(1) as executor:
-        rows = experiment(lab, BUDGETS[:1], [Weighed()], executor=executor)
+def test_threads_measure_beside_each_other(lab, monkeypatch):
+    """Real tasks, two at a time in one process: every row has its own times and the answers of a run alone."""
+    monkeypatch.setattr(module, "_lab", lambda name, dtype, device: lab)
+    asked = [tasks.Copying(words=12, texts=1, asked=2), tasks.PassKeys(tokens=150, texts=2)]
+    want = experiment(lab, BUDGETS[:2], asked)
+    with ThreadPoolExecutor(2) as executor:
+        got = experiment(lab, BUDGETS[:2], asked, executor=executor)
+    assert [(row.key, row.said) for row in got] == [(row.key, row.said) for row in want] and all(row.said for row in got)
+    assert all(row.read_time > 0 and row.read_time + row.write_time + row.select_time < row.seconds for row in got)
+
+
+def test_a_worker_that_is_gone_is_a_row_with_a_reason(lab, tmp_path, monkeypatch):
+    """And is tried again next time."""
+    out = tmp_path / "rows.jsonl"
+    with monkeypatch.context() as broken, ThreadPoolExecutor(1) as executor:
+        broken.setattr(module, "_elsewhere", lambda work: 1 / 0)
+        rows = experiment(lab, BUDGETS[:1], [Weighed()], executor=executor, out=out)
     assert [row.counts for row in rows] == [False, False] and "ZeroDivisionError" in rows[0].why
+    assert not read_rows(out) and [row.score for row in experiment(lab, BUDGETS[:1], [Weighed()], out=out)] == [1.0, 0.1]
 
 
 @pytest.mark.nightly
