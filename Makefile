@@ -14,7 +14,8 @@ OLDEST := 5.17.0
 
 BIN := $(VENV)/bin
 PY := $(BIN)/python
-PIP := $(PY) -m pip --disable-pip-version-check install -c constraints.txt $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
+# Python compiles what is imported; pip would compile ten thousand files that never are.
+PIP := $(PY) -m pip --disable-pip-version-check install --no-compile -c constraints.txt $(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL))
 PINNED := pyproject.toml constraints.txt
 HAS_PIP := $(PY) -m pip --version >/dev/null 2>&1 || { echo "$(PY) has no pip: $(PY) -m ensurepip, or make clean"; exit 1; }
 CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name) 2>/dev/null)))
@@ -98,7 +99,7 @@ $(VENV)/.lab: $(PY) $(PINNED)
 	@touch $@
 
 $(VENV)/transformers-$(OLDEST): | $(VENV)/.test
-	$(PY) -m pip --disable-pip-version-check install --quiet --no-deps --target $@ transformers==$(OLDEST) "huggingface-hub>=1.5,<2"
+	$(PY) -m pip --disable-pip-version-check install --quiet --no-compile --no-deps --target $@ transformers==$(OLDEST) "huggingface-hub>=1.5,<2"
 
 $(VENV)/.test: $(PY) $(PINNED)
 	@$(HAS_PIP)

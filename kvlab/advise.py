@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import importlib
-import json
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from kvlab import _data, geometry, hardware
 from kvlab.geometry import Geometry
 from kvlab.hardware import Hardware
+from kvlab.measure.experiment import Evidence, recorded
 from kvlab.measure.memory import held, predict
 from kvlab.strategy import Strategy
 
@@ -386,29 +386,24 @@ def _published() -> dict[str, Quality]:
 
 
 @cache
-def _measured() -> dict[str, Quality]:
-    """What this project's reference rows say, by strategy as code without budgets; the newest of each."""
-    found = {}
-    for line in _data.path("results/reference.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        try:
-            settings = Strategy.from_dict(row["settings"]).to_dict()  # with the defaults of settings that came later
-        except ValueError:
-            continue
-        found[json.dumps(settings, sort_keys=True)] = Quality(
-            row["model"],
-            "data/results/reference.jsonl",
-            "",
-            row["kl"],
-            row["perplexity_change"],
-            f"{row['needles_found']}/{row['needles']}",
-        )
-    return found
+def _measured() -> dict[Strategy, Quality]:
+    """What the recorded evidence says, by strategy."""
+    found: dict[Strategy, dict[str, Evidence]] = {}
+    for row in recorded():
+        if row.counts:
+            found.setdefault(Strategy.from_dict(row.settings), {})[row.task["task"]] = row
+    return {strategy: _said(rows) for strategy, rows in found.items() if {"Text", "TwoKeys"} <= set(rows)}
+
+
+def _said(rows: dict[str, Evidence]) -> Quality:
+    text, keys = rows["Text"], rows["TwoKeys"]
+    recall = f"{round((keys.score or 0.0) * keys.questions)} of {keys.questions}"
+    return Quality(text.model, "data/results/evidence.jsonl", "", text.more["kl"], text.more["perplexity_change"], recall)
 
 
 def _known(strategy: Strategy) -> tuple[Quality, ...]:
     """Measured rows of the same store (and keep), then its paper's claim."""
     plain = replace(strategy, place=place.Resident(), chunk=0)
-    own = _measured().get(json.dumps(plain.to_dict(), sort_keys=True))
+    own = _measured().get(plain)
     names = [type(part).__name__ for part in (strategy.keep, strategy.store)]
     return tuple(one for one in (own, *(_published().get(name) for name in names)) if one is not None)

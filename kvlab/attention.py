@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -187,6 +187,19 @@ def _plain(
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, built, dropout=dropout, scaling=scaling, **options)
 
 
+def _rows(heads: int, queries: int, keys: int) -> int:
+    """Queries whose scores are held at a time."""
+    return max(1, min(queries, SCORE_NUMBERS // max(1, heads * keys)))
+
+
+def scratch(heads: int, queries: int, stored: int) -> int:
+    """Bytes of scores and weights that ``queries`` new tokens of ``heads`` heads (of all rows of the batch) beside ``stored`` ones take at the largest moment,
+    where no kernel serves."""
+    rows = _rows(heads, queries, stored + queries)
+    blocks = ((first, min(first + rows, queries)) for first in range(0, queries, rows))
+    return 2 * 4 * heads * max((last - first) * (stored + last) for first, last in blocks)
+
+
 def attend(
     layer: Layer,
     query: Tensor,
@@ -241,7 +254,7 @@ def attend(
     evidence = torch.zeros((b, hk, total), dtype=torch.float32, device=query.device) if layer.observes else None
     out = query.new_empty((b, hq, q_len, new_values.shape[3]))
     half = query.dtype == torch.float16
-    rows = max(1, min(q_len, SCORE_NUMBERS // max(1, b * hq * total)))
+    rows = _rows(b * hq, q_len, total)
     grouped = query.reshape(b, hk, group, q_len, d)
     chosen = layer.remembered.look(grouped, stored) if layer.looks and stored else None
     if chosen is not None and q_len == 1 and watch is None:
@@ -507,6 +520,7 @@ def attach(model: nn.Module) -> None:
     Raises:
         UnsupportedModel: the architecture does not take an attention function from outside.
     """
+    ALL_ATTENTION_FUNCTIONS[NAME] = attention  # again: another library may have wrapped all that are registered (kvpress does, and looks into keys)
     if model in _before:
         return
     able = getattr(type(model), "_can_set_attn_implementation", None)
@@ -515,7 +529,6 @@ def attach(model: nn.Module) -> None:
             f"{type(model).__name__} does not take an attention function from outside (looked for transformers' attention interface); "
             "use one of the architectures in the README's table"
         )
-    AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
     config: Any = model.config
     before: str = config._attn_implementation

@@ -1,6 +1,7 @@
 """The command line: `kvlab lab` opens the notebooks, `model` fetches the model, `measure` and `bench` make result rows."""
 
 import ast
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -63,69 +64,45 @@ def app() -> "typer.Typer":
     @commands.command()
     def measure(
         strategy: Annotated[
-            list[str] | None, typer.Option(help="A strategy as `kvlab.Strategy(...)` code prints it, or 'full'. Many.")
+            list[str] | None,
+            typer.Option(help="A strategy as `kvlab.Strategy(...)` code prints it, or one that has a name ('H2O + int4'). Many; none: all that have names."),
         ] = None,
-        model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,
-        out: Annotated[Path | None, typer.Option(help="Add the rows to this JSON-lines file.")] = None,
-        tokens: Annotated[tuple[int, int, int], typer.Option(help="Tokens of prefill, tokens scored, tokens a step.")] = (
-            1024,
-            1024,
-            16,
-        ),
-        times: Annotated[bool, typer.Option(help="Measure times, too; leave them out on a machine that has other work.")] = True,
         task: Annotated[
             list[str] | None,
-            typer.Option(help="A task, such as 'PassKeys(tokens=1024)'. Many. Then --out is taken up where it was left."),
+            typer.Option(help="A task, such as 'PassKeys(tokens=1024)' or Speed. Many; none: those of the recorded evidence."),
         ] = None,
+        model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,
+        out: Annotated[Path | None, typer.Option(help="Keep the rows in this JSON-lines file, and take it up where it was left.")] = None,
+        workers: Annotated[int, typer.Option(help="Processes that share the work; each loads the model.")] = 1,
         endpoint: Annotated[
             str | None, typer.Option(help="Measure a served model instead: an OpenAI-compatible address up to and with /v1.")
         ] = None,
         concurrency: Annotated[int, typer.Option(help="Requests at once, for --endpoint.")] = 4,
         requests: Annotated[int, typer.Option(help="Requests in all, for --endpoint; every second one repeats a prompt.")] = 16,
     ) -> None:
-        """Measure strategies by the reference protocol: bytes, perplexity and KL with the cache in the loop, needles, times; at tasks; or a served model."""
+        """Measure strategies at tasks, the full cache as control: bytes, quality with the cache in the loop, recall, times; or a served model."""
         if endpoint:
             served(endpoint, model, concurrency, requests, typer.echo)
             return
-        from tqdm import tqdm
+        import contextlib
 
         import kvlab
-        from kvlab.measure import append_jsonl, control, run
-        from kvlab.texts import reference_text
+        from kvlab.measure.experiment import experiment
+        from kvlab.measure.experiment import workers as processes
+        from kvlab.measure.named import TASKS, name_of, named
 
-        chosen = [kvlab.Strategy() if text == "full" else read_strategy(text) for text in strategy or ["full", *STANDARD]]
-        if task:
-            from kvlab.measure.experiment import experiment
-
-            tasks = [read_task(text) for text in task]
-            command = (
-                "kvlab measure"
-                + "".join(f" --strategy '{text}'" for text in strategy or [])
-                + "".join(f" --task '{text}'" for text in task)
-            )
-            for row in experiment(kvlab.load(model), chosen, tasks, out=out, progress=True, command=command):
-                score = (
-                    "failed"
-                    if row.score is None
-                    else f"{row.score:6.3f} (full cache {row.control:.3f})"
-                    if row.control is not None
-                    else f"{row.score:6.3f}"
-                )
-                share = "" if row.ratio is None else f"{100 * row.ratio:6.1f}% of 16-bit"
-                typer.echo(f"{row.task['task']:12} {row.strategy:60} {score:32} {share} {row.why}")
-            return
+        chosen = [read_strategy(text) for text in strategy] if strategy else list(named().values())
+        tasks = [read_task(text) for text in task] if task else list(TASKS)
+        asked = [f" --strategy {shlex.quote(text)}" for text in strategy or []] + [f" --task {shlex.quote(text)}" for text in task or []]
+        command = "kvlab measure" + "".join(asked) + (f" --workers {workers}" if workers > 1 else "")
         lab = kvlab.load(model)
-        command = "kvlab measure" + "".join(f" --strategy '{text}'" for text in strategy or []) + ("" if times else " --no-times")
-        ids = lab.encode(reference_text()[: 8 * (tokens[0] + tokens[1])])[:, : tokens[0] + tokens[1]]
-        against = control(lab, ids, prefill=tokens[0], step=tokens[2])
-        for one in tqdm(chosen, unit="strategy", file=sys.stderr):
-            row = run(lab, one, protocol=tokens, against=against, times=times, command=command)
-            if out:
-                append_jsonl(out, [row])
-            typer.echo(
-                f"{row.strategy:60} {100 * row.ratio:6.1f}% of 16-bit ({row.effective_bits:.2f} bits)  perplexity {row.perplexity:.3f} "
-                f"({100 * row.perplexity_change:+.2f}%)  KL {row.kl:.5f}  agree {row.agreement:.3f}  needles {row.needles_found}/{row.needles}"
-            )
+        with contextlib.ExitStack() as stack:
+            executor = stack.enter_context(processes(workers)) if workers != 1 else None
+            for row in experiment(lab, chosen, tasks, out=out, executor=executor, progress=True, command=command):
+                score = "" if row.score is None else f"{row.score:6.3f}" + ("" if row.control is None else f" (full cache {row.control:.3f})")
+                share = "" if row.ratio is None else f"{100 * row.ratio:6.1f}% of 16-bit"
+                more = "  ".join(f"{name} {value:.4g}" for name, value in row.more.items())
+                typer.echo(f"{row.task['task']:12} {name_of(row.settings):45} {share:18} {score:28} {more} {row.why}")
 
     @commands.command()
     def compare(
@@ -263,47 +240,6 @@ SIDE_BY_SIDE = (
     "kvlab.Strategy(store=store.LowRank(rank=48, bits=8, values=False))",
 )
 
-#: What `kvlab measure` measures when nothing is named.
-STANDARD = (
-    "kvlab.Strategy(store=store.Int())",
-    "kvlab.Strategy(store=store.Int(key_axis='token'))",
-    "kvlab.Strategy(store=store.Int(key_axis='tensor'))",
-    "kvlab.Strategy(store=store.Int(bits=4))",
-    "kvlab.Strategy(store=store.Int(bits=4, group_size=32, residual=128))",
-    "kvlab.Strategy(store=store.Int(bits=3))",
-    "kvlab.Strategy(store=store.Int(bits=3, group_size=32, residual=128))",
-    "kvlab.Strategy(store=store.Int(bits=2, group_size=32, residual=128))",
-    "kvlab.Strategy(store=store.Int(bits=4, key_axis='token'))",
-    "kvlab.Strategy(store=store.Rotated())",
-    "kvlab.Strategy(store=store.Rotated(inner=store.Int(bits=3, key_axis='token', clip=0.9)))",
-    "kvlab.Strategy(store=store.KIVI())",
-    "kvlab.Strategy(store=store.Fp8())",
-    "kvlab.Strategy(store=store.Fp8(format='e5m2'))",
-    "kvlab.Strategy(store=store.Mixed(value_bits=3))",
-    "kvlab.Strategy(store=store.Mixed(bits=3, sinks_exact=4, value_bits=4))",
-    "kvlab.Strategy(store=store.Int(bits=2, group_size=32))",
-    "kvlab.Strategy(store=store.PreRope(store.Int(bits=2, group_size=32)))",
-    "kvlab.Strategy(store=store.PreRope(store.Int(bits=3)))",
-    "kvlab.Strategy(store=store.PreRope(store.Mixed(bits=3)))",
-    "kvlab.Strategy(store=store.PreRope(store.Mixed(bits=3, value_levels='normal')))",
-    "kvlab.Strategy(store=store.PreRope(store.Rotated(store.Mixed(bits=3, value_levels='normal'), kind='random', keys=False)))",
-    "kvlab.Strategy(store=store.PreRope(store.Rotated(store.Mixed(bits=4, value_bits=3, group_size=128, value_levels='normal'), kind='random', keys=False)))",
-    "kvlab.Strategy(store=store.Rotated(store.Int(bits=3, key_axis='token', levels='normal', symmetric=True), kind='random'))",
-    "kvlab.Strategy(store=store.PreRope(store.Rotated(store.Int(bits=2, key_axis='token', group_size=96, clip=0.8, sinks_exact=4), heads=3)))",
-    "kvlab.Strategy(store=store.LowRank())",
-    "kvlab.Strategy(store=store.LowRank(rank=32, bits=8, values=False))",
-    "kvlab.Strategy(store=store.LowRank(rank=48, bits=8, values=False))",
-    "kvlab.Strategy(store=store.LowRank(rank=48, bits=8, values=False, pre_rope=False))",
-    "kvlab.Strategy(store=store.LowRank(rank=64, bits=4))",
-    "kvlab.Strategy(keep=keep.Window())",
-    "kvlab.Strategy(keep=keep.Window(sinks=0))",
-    "kvlab.Strategy(keep=keep.HeavyHitter())",
-    "kvlab.Strategy(keep=keep.HeavyHitter(), store=store.Int(bits=4))",
-    "kvlab.Strategy(keep=keep.HeavyHitter(), chunk=256)",
-    "kvlab.Strategy(place=place.Offload())",
-)
-
-
 def served(url: str, model: str, concurrency: int, requests: int, say: Callable[[str], object]) -> None:
     """Send stretches of the reference text to a server, each twice, and print what came: times, throughput, the effect of prompts sent before."""
     import time
@@ -345,11 +281,15 @@ def read_task(text: str) -> "Task":
 
 
 def read_strategy(text: str) -> "Strategy":
-    """A strategy from the code that :meth:`Strategy.to_code` writes. The text is read, never run.
+    """A strategy from the code that :meth:`Strategy.to_code` writes, or by its name in ``kvlab.measure.named``. The text is read, never run.
 
-    Raises ``ValueError`` for anything but calls of the three axes' methods with constants.
+    Raises ``ValueError`` for anything but a name or calls of the three axes' methods with constants.
     """
+    from kvlab.measure.named import named
     from kvlab.strategy import AXES, Strategy, from_dict, methods
+
+    if (known_as := named().get(text.strip())) is not None:
+        return known_as
 
     def value(node: ast.expr) -> Any:
         if isinstance(node, ast.Constant):
@@ -377,7 +317,7 @@ def read_strategy(text: str) -> "Strategy":
         raise ValueError(f"strategy {text!r} is not readable: {error.msg}") from error
     name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
     if not isinstance(call, ast.Call) or call.args or name not in ("kvlab.Strategy", "Strategy"):
-        raise ValueError(f"strategy {text!r} must look like kvlab.Strategy(keep=keep.Window(size=128))")
+        raise ValueError(f"strategy {text!r} must look like kvlab.Strategy(keep=keep.Window(size=128)), or be a name such as 'H2O + int4'")
     parts = {key.arg: value(key.value) for key in call.keywords if key.arg}
     unknown = set(parts) - {*AXES, "chunk"}
     if unknown:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from kvlab import cli, fetch, jupyter
 from kvlab.errors import ModelUnavailable
+from kvlab.measure.named import named
 
 
 def test_jupyterlab_listens_on_loopback_with_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,9 +66,8 @@ def test_an_error_is_one_line_and_exit_status_1(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_strategy_is_read_and_never_run() -> None:
-    for text in cli.STANDARD:
-        made = cli.read_strategy(text)
-        assert cli.read_strategy(made.to_code()) == made
+    for name, made in named().items():
+        assert cli.read_strategy(made.to_code()) == cli.read_strategy(name) == made
     code = "kvlab.Strategy(keep=keep.Window(size=128), store=store.Rotated(inner=store.Int(bits=4)))"
     assert cli.read_strategy(code).to_code() == code and cli.read_strategy(code.replace("inner=", "")).to_code() == code
     assert cli.read_strategy("kvlab.Strategy()").to_code() == "kvlab.Strategy()"

@@ -1,13 +1,12 @@
 """What a strategy costs and what it breaks, measured: memory, latency, quality with the cache in the loop, tasks."""
 
 from kvlab.measure.latency import Latency, latency
-from kvlab.measure.memory import predict, predict_curve
+from kvlab.measure.memory import predict, predict_curve, predict_high_water
 from kvlab.measure.quality import Control, Quality, control, quality
-from kvlab.measure.result import Result, append_jsonl, read_jsonl, run
 from kvlab.measure.sensitivity import Sensitivity, profile, sensitivity
 from kvlab.measure.tasks import Needle, needle
 
 __all__ = [
-    "Control", "Latency", "Needle", "Quality", "Result", "Sensitivity", "append_jsonl", "control", "latency", "needle", "predict",
-    "predict_curve", "profile", "quality", "read_jsonl", "run", "sensitivity",
+    "Control", "Latency", "Needle", "Quality", "Sensitivity", "control", "latency", "needle", "predict",
+    "predict_curve", "predict_high_water", "profile", "quality", "sensitivity",
 ]  # fmt: skip

@@ -26,7 +26,7 @@ from kvlab import attention
 from kvlab.cache import KVCache
 from kvlab.keep.heavy_hitter import HeavyHitter
 from kvlab.lab import Progress
-from kvlab.measure.result import machine
+from kvlab.measure.machine import machine
 from kvlab.store.dense import Dense
 from kvlab.store.fp8 import Fp8
 from kvlab.store.int import Int

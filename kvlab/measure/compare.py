@@ -2,64 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import gc
-import importlib.metadata
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
 from kvlab import attention
 from kvlab.cache import KVCache, forward
 from kvlab.lab import Lab, Progress
 from kvlab.measure.quality import Control, compared, read
-from kvlab.measure.result import machine
+from kvlab.measure.machine import machine
+from kvlab.measure.peers import PEERS, Peer
 from kvlab.rope import Rope
 from kvlab.strategy import Strategy
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Another library's cache. ``make(config, room)``: a new one with room for so many tokens. ``needs``: what must be installed for it."""
-
-    name: str
-    make: Callable[[Any, int], Cache]
-    needs: str = ""
-
-    @property
-    def missing(self) -> str:
-        """What is not installed; "" if it can run."""
-        try:
-            importlib.metadata.version(self.needs or "transformers")
-        except importlib.metadata.PackageNotFoundError:
-            return self.needs
-        return ""
-
-
-def _quantized(backend: str, bits: int, group: int) -> Callable[[Any, int], Cache]:
-    axis = 0 if backend == "quanto" else 1
-    return lambda config, room: QuantizedCache(
-        backend, config, nbits=bits, q_group_size=group, axis_key=axis, axis_value=axis, residual_length=128
-    )
-
-
-#: transformers' caches, each at settings its documentation gives or better ones.
-PEERS = (
-    Peer("DynamicCache", lambda config, room: DynamicCache(config=config)),
-    Peer("StaticCache", lambda config, room: StaticCache(config=config, max_cache_len=room)),
-    *(Peer(f"QuantizedCache HQQ int{bits}", _quantized("hqq", bits, 64), "hqq") for bits in (8, 4, 3, 2)),
-    *(Peer(f"QuantizedCache quanto int{bits}", _quantized("quanto", bits, 64), "optimum-quanto") for bits in (4, 2)),
-)
 
 
 @dataclass(frozen=True)
@@ -93,11 +59,11 @@ def compare(
     for contender in contenders:
         name = str(contender) if isinstance(contender, Strategy) else contender.name
         if isinstance(contender, Peer) and contender.missing:
-            rows.append(Compared(name, why=f"not installed: {contender.missing}"))
+            rows.append(Compared(name, why=contender.missing))
             continue
         try:
             rows.append(_run(lab, name, contender, against, steps, progress))
-        except (RuntimeError, NotImplementedError, AssertionError, TypeError) as error:
+        except (RuntimeError, NotImplementedError, LookupError, AssertionError, AttributeError, ImportError, TypeError, ValueError) as error:
             if isinstance(contender, Strategy):
                 raise
             rows.append(Compared(name, why=f"{type(error).__name__}: {error}"))  # what a peer cannot do is said, not left out
@@ -114,8 +80,10 @@ def _run(lab: Lab, name: str, contender: Strategy | Peer, against: Control, step
     else:
         attention.detach(model)  # a peer runs with transformers' own attention
         cache, chunk = contender.make(model.config, tokens + steps + 2), 0
+    opened = contextlib.nullcontext() if isinstance(contender, Strategy) else contender.around(model)
     try:
-        logits = read(lab, against.ids, cache, against.prefill, against.step, chunk=chunk, progress=progress, stage=name)
+        with opened:
+            logits = read(lab, against.ids, cache, against.prefill, against.step, chunk=chunk, progress=progress, stage=name)
         held = sum(storages(cache).values())
         loss, full, kl, agree = compared(logits, against)
         times = []

@@ -12,18 +12,21 @@ import datetime
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, as_completed
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvlab import _data
 from kvlab.errors import UnsupportedModel
 from kvlab.lab import Lab, load
-from kvlab.measure.result import machine
+from kvlab.measure.machine import machine
 from kvlab.measure.tasks import Score, Task
 from kvlab.measure.tasks import from_dict as task_from_dict
 from kvlab.strategy import AXES, Method, Strategy
@@ -50,6 +53,7 @@ class Evidence:
     questions: int = 0
     said: list[list[str]] = field(default_factory=list)
     bytes_allocated: int | None = None
+    bytes_logical: int | None = None
     bytes_high_water: int | None = None
     ratio: float | None = None
     effective_bits: float | None = None
@@ -166,6 +170,16 @@ def _score(row: Evidence | None) -> float | None:
     return None if row is None else row.score
 
 
+def workers(count: int) -> Executor:
+    """``count`` processes of this machine as an executor for :func:`experiment`; they share its cores evenly. Raises ``ValueError`` for fewer than 1."""
+    if count < 1:
+        raise ValueError(f"workers={count} is out of range (allowed: 1 or more)")
+    threads = max(1, torch.get_num_threads() // count)
+    return ProcessPoolExecutor(
+        count, mp_context=multiprocessing.get_context("spawn"), initializer=torch.set_num_threads, initargs=(threads,)
+    )
+
+
 Work = tuple[dict[str, Any], dict[str, Any], dict[str, str], float | None]
 
 
@@ -223,7 +237,9 @@ def _evidence(
 ) -> Evidence:
     control = score.value if control is None and strategy == Strategy() else control
     why = ""
-    if control is None:
+    if score.value is None:
+        why = "this task has no score"
+    elif control is None:
         why = "the full cache's row failed, so there is nothing to compare with"
     elif control < task.least:
         why = f"the full cache itself gets {control:.2f}, below {task.least}: this says nothing about a cache on this model"
@@ -240,6 +256,7 @@ def _evidence(
         questions=len(score.answers),
         said=[[answer.expected, answer.said] for answer in score.answers],
         bytes_allocated=memory.allocated,
+        bytes_logical=memory.logical,
         bytes_high_water=memory.high_water,
         ratio=memory.ratio,
         effective_bits=memory.effective_bits,

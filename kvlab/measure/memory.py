@@ -6,8 +6,11 @@ from collections.abc import Iterable
 
 import torch
 
+from kvlab.attention import scratch
+from kvlab.buffer import SLACK_ROWS, SLACK_SHARE
 from kvlab.geometry import Geometry
 from kvlab.keep.base import Keep, Room, Visible
+from kvlab.place.base import Place
 from kvlab.store.base import LayerShape, fitting
 from kvlab.strategy import Strategy
 
@@ -28,20 +31,87 @@ def predict(geometry: Geometry, strategy: Strategy, tokens: int, *, batch: int =
         raise ValueError(f"bits={bits} is not one of 16, 32")
     out: dict[str, float] = {}
     for number, layer in enumerate(geometry.layers):
-        if not layer.kv_heads:
-            continue
-        keep, shape, rows = _held(geometry, strategy, number, tokens, batch, bits)
-        parts = strategy.store.predict(rows, shape, evicting=rows < tokens)
-        if rows < tokens:
-            parts["columns"] = rows * 4 * {"never": 1, "row": batch, "head": batch * layer.kv_heads}[keep.differs]
-        if "attention" in keep.needs:
-            parts["evidence"] = rows * 4 * batch * layer.kv_heads
-        for part, size in keep.predict(rows, number, batch, geometry.query_heads, layer.kv_heads, layer.key_dim).items():
-            if part != "counts" or rows < tokens:  # nothing is merged before something goes
-                parts[part] = parts.get(part, 0.0) + size
-        for part, size in parts.items():
-            out[part] = out.get(part, 0.0) + size
+        if layer.kv_heads:
+            for part, size in _parts(geometry, strategy, number, tokens, batch, bits)[0].items():
+                out[part] = out.get(part, 0.0) + size
     return out
+
+
+def _parts(
+    geometry: Geometry, strategy: Strategy, number: int, tokens: int, batch: int, bits: int
+) -> tuple[dict[str, float], int]:
+    """Bytes of one layer by part, and how many tokens a head of it holds."""
+    layer = geometry.layers[number]
+    keep, shape, rows = _held(geometry, strategy, number, tokens, batch, bits)
+    parts = strategy.store.predict(rows, shape, evicting=rows < tokens)
+    if rows < tokens:
+        parts["columns"] = rows * 4 * {"never": 1, "row": batch, "head": batch * layer.kv_heads}[keep.differs]
+    if "attention" in keep.needs:
+        parts["evidence"] = rows * 4 * batch * layer.kv_heads
+    for part, size in keep.predict(rows, number, batch, geometry.query_heads, layer.kv_heads, layer.key_dim).items():
+        if part != "counts" or rows < tokens:  # nothing is merged before something goes
+            parts[part] = parts.get(part, 0.0) + size
+    return parts, rows
+
+
+def predict_high_water(
+    geometry: Geometry,
+    strategy: Strategy,
+    prompt: int,
+    tokens: int | None = None,
+    *,
+    step: int = 1,
+    batch: int = 1,
+    bits: int = 16,
+    fused: bool = False,
+) -> float:
+    """Predicted ``memory().high_water``: the most bytes that the compute device holds while ``prompt`` tokens are read at once (in pieces of the strategy's
+    ``chunk``), and then ``step`` more at a time up to ``tokens``. Attention's scores are counted, half of the room to grow too.
+
+    A layer takes its new tokens as they are and writes them down afterwards, so the last layer's prompt lies beside all layers that are written already.
+    ``fused``: kernels serve attention, which hold no scores (a GPU).
+
+    Raises:
+        ValueError: ``prompt`` or ``step`` below 1, ``tokens`` below ``prompt``, and as :func:`predict`.
+    """
+    last = prompt if tokens is None else tokens
+    for name, value, low in (("prompt", prompt, 1), ("step", step, 1), ("tokens", last, prompt)):
+        if value < low:
+            raise ValueError(f"{name}={value} is out of range (allowed: {low} or more)")
+    predict(geometry, strategy, 0, batch=batch, bits=bits)  # its checks
+    size = min(prompt, strategy.chunk or prompt)
+    moments = [(0, size), (max(0, prompt - size), prompt)]
+    if last > prompt:
+        moments += [(prompt, min(prompt + step, last)), (max(prompt, last - step), last)]
+    return max(_moment(geometry, strategy, *moment, batch, bits, fused) for moment in dict.fromkeys(moments))
+
+
+def _moment(geometry: Geometry, strategy: Strategy, before: int, after: int, batch: int, bits: int, fused: bool) -> float:
+    """The most bytes while a step takes the cache from ``before`` to ``after`` tokens."""
+    numbers = [number for number, layer in enumerate(geometry.layers) if layer.kv_heads]
+    place: Place = strategy.place
+
+    def sizes(number: int, tokens: int) -> tuple[float, float, int]:
+        """Of one layer: bytes when it is at hand, bytes that stay when it is put away, and rows."""
+        if not tokens:
+            return 0.0, 0.0, 0
+        parts, rows = _parts(geometry, strategy, number, tokens, batch, bits)
+        room = 1 + 0.5 * max(1 / SLACK_SHARE, SLACK_ROWS / max(1, rows)) if before else 1.0
+        return room * sum(parts.values()), room * place.stays(number, rows, parts), rows
+
+    old, new = ({number: sizes(number, tokens) for number in numbers} for tokens in (before, after))
+    most = 0.0
+    for at, number in enumerate(numbers):
+        layer = geometry.layers[number]
+        others = sum(new[i][1] for i in numbers[:at]) + sum(old[i][1] for i in numbers[at + 1 :])
+        ahead = [numbers[(at + i) % len(numbers)] for i in range(1, min(place.ahead, len(numbers) - 1) + 1)]
+        coming = sum(sizes_[0] - sizes_[1] for i in ahead for sizes_ in [(new if i < number else old)[i]])
+        fresh = (after - before) * batch * layer.kv_heads * (layer.key_dim + layer.value_dim) * (4 if bits == 32 else 2)
+        scores = 0.0
+        if not fused and (before or "attention" in strategy.keep.needs):
+            scores = scratch(batch * geometry.query_heads, after - before, old[number][2])
+        most = max(most, others + coming + fresh + max(old[number][0] + scores, new[number][0]))
+    return most
 
 
 def held(geometry: Geometry, strategy: Strategy, tokens: int, *, bits: int = 16) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 from kvlab import _data
 from kvlab.cache import KVCache, forward
 from kvlab.lab import Lab, Progress
-from kvlab.measure.result import machine
+from kvlab.measure.machine import machine
 from kvlab.texts import reference_text
 
 LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)  # tokens; what `record` measures, about four minutes on two quiet cores

@@ -22,7 +22,7 @@ from kvlab.keep.base import Room
 from kvlab.lab import Lab
 from kvlab.measure import place_studies
 from kvlab.measure.quality import control, quality
-from kvlab.measure.result import machine
+from kvlab.measure.machine import machine
 from kvlab.measure.stream import stream
 from kvlab.measure.tasks import two_keys
 from kvlab.strategy import Strategy

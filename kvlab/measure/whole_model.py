@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from kvlab import attention
 from kvlab.cache import KVCache, forward
 from kvlab.lab import Progress
-from kvlab.measure.result import machine
+from kvlab.measure.machine import machine
 from kvlab.strategy import Strategy
 
 Row = dict[str, Any]

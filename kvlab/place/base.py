@@ -63,6 +63,11 @@ class Place(Method, abstract=True):
 
     axis = "place"
     lossless = True
+    ahead = 0  # layers that are on their way while one computes
+
+    def stays(self, layer: int, rows: int, parts: dict[str, float]) -> float:
+        """Predicted bytes of a layer with ``rows`` tokens, ``parts`` bytes of each part, that remain on the compute device between two steps."""
+        return sum(parts.values())
 
     def state(self, layers: Sequence[Movable], device: torch.device) -> PlaceState:
         raise NotImplementedError

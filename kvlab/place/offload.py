@@ -62,6 +62,17 @@ class Offload(Place):
     def check(self) -> None:
         numbers(self.hot_layers, "Offload: hot_layers")
 
+    @property
+    def ahead(self) -> int:  # type: ignore[override]
+        return self.prefetch
+
+    def stays(self, layer: int, rows: int, parts: dict[str, float]) -> float:
+        if layer in numbers(self.hot_layers, "Offload: hot_layers"):
+            return sum(parts.values())
+        here = min(rows, self.hot_first + rows - max(0, rows - self.hot) // PAGE * PAGE) / max(1, rows)
+        small = sum(parts.values()) / SMALL
+        return sum(size if size < small or part == "pages" else size * here for part, size in parts.items())
+
     def state(self, layers: Sequence[Movable], device: torch.device) -> PlaceState:
         to = self.to
         if to == "auto":

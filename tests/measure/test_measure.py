@@ -11,7 +11,7 @@ from kvlab.attention import Watch, detach
 from kvlab.cache import forward
 from kvlab.geometry import Geometry
 from kvlab.lab import Lab
-from kvlab.measure import control, latency, predict, predict_curve, quality, run
+from kvlab.measure import control, latency, predict, predict_curve, quality
 from kvlab.measure.bench import Shape, bench_attention
 from tests.reference import feed
 
@@ -176,20 +176,6 @@ def test_latency_counts_runs(lab):
     assert made.runs == 2 and made.first_token > 0 and made.per_token <= made.per_token_p95
     with pytest.raises(ValueError, match="new_tokens=1"):
         latency(lab, "5", new_tokens=1)
-
-
-def test_a_row_says_all_and_survives_a_file(lab, text, tmp_path):
-    from kvlab.measure import append_jsonl, read_jsonl
-
-    against = control(lab, text, prefill=50)
-    row = run(lab, Strategy(store=store.Int(bits=4, group_size=8)), against=against, depths=(), times=False, command="test")
-    append_jsonl(tmp_path / "rows.jsonl", [row, row])
-    assert read_jsonl(tmp_path / "rows.jsonl") == [row, row]
-    assert Strategy.from_dict(row.settings).store.bits == 4
-    assert row.bytes_allocated == sum(row.parts.values()) and row.scored == 70
-    (tmp_path / "rows.jsonl").write_text('{"strategy": 1}\n')
-    with pytest.raises(ValueError, match="line 1"):
-        read_jsonl(tmp_path / "rows.jsonl")
 
 
 def test_the_attention_picture_is_the_attention(llama, ids):

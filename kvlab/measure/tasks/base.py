@@ -49,11 +49,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """How a task went. ``value``: 0 to 1, for questions the share of right answers. ``memory``: of the last text's cache when it had been read and nothing
+    """How a task went. ``value``: 0 to 1, for questions the share of right answers; None: a task without a score. ``memory``: of the last text's cache when it had been read and nothing
     asked yet. ``more``: further numbers by name. ``spent``: seconds by what was done with the cache.
     """
 
-    value: float
+    value: float | None
     memory: Memory
     answers: tuple[Answer, ...] = ()
     more: dict[str, float] = field(default_factory=dict)
