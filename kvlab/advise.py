@@ -18,7 +18,8 @@ from kvlab import _data, geometry, hardware
 from kvlab.geometry import Geometry
 from kvlab.hardware import Hardware
 from kvlab.measure.experiment import Evidence, recorded
-from kvlab.measure.memory import held, predict
+from kvlab.measure import roofline
+from kvlab.measure.memory import predict
 from kvlab.strategy import Strategy
 
 keep: Any = importlib.import_module("kvlab.keep")
@@ -281,36 +282,20 @@ class _Case:
         whole = geometry.breakdown(self.shape, self.context, requests=self.concurrency, weight_bits=self.weight_bits)
         return whole.weights + whole.activations + whole.state
 
-    @property
-    def read_weights(self) -> int:
-        share = hardware.weights_read(self.shape, self.concurrency) / (self.shape.parameters or 1)
-        return round(geometry.weight_bytes(self.shape, self.weight_bits) * share)
-
     def cache(self, strategy: Strategy) -> float:
         return sum(predict(self.shape, strategy, self.context).values())
 
     @property
     def share(self) -> float:
         cached = self.cache(Strategy()) * self.concurrency
-        return cached / (cached + self.read_weights)
+        return cached / (cached + roofline.weights(self.shape, self.concurrency, self.weight_bits))
 
     def step(self, strategy: Strategy) -> tuple[float, str]:
         """Seconds of one decode step of all sequences, and what it waits for."""
-        rows = held(self.shape, strategy, self.context)
-        cached = self.cache(strategy) * self.concurrency
-        read = cached
-        if isinstance(strategy.keep, keep.Quest):
-            read = cached * min(1.0, strategy.keep.budget / self.context)
-        floor = hardware.decode_time(
-            self.shape, self.kind, self.context, requests=self.concurrency, devices=self.devices, weight_bits=self.weight_bits,
-            kept_tokens=rows if rows < self.context else None,
+        made = roofline.decode(
+            self.shape, self.kind, strategy, self.context, requests=self.concurrency, devices=self.devices, weight_bits=self.weight_bits
         )  # fmt: skip
-        memory = (self.read_weights + read) / (self.kind.bandwidth * self.devices)
-        times = {"memory": memory, "compute": floor.compute_seconds}
-        if not isinstance(strategy.place, place.Resident) and self.kind.link:
-            times["link"] = hardware.transfer_time(round(cached), self.kind.link) / self.devices
-        bound = max(times, key=times.__getitem__)
-        return times[bound], bound
+        return made.seconds, made.bound
 
     @property
     def first_token(self) -> float:

@@ -187,17 +187,22 @@ def _plain(
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, built, dropout=dropout, scaling=scaling, **options)
 
 
+def plain(rule: Rule, softcap: float | None, sinks: Tensor | None) -> bool:
+    """Whether a text's first tokens can attend to each other by torch's own attention."""
+    return rule.causal and rule.padding is None and softcap is None and sinks is None
+
+
 def _rows(heads: int, queries: int, keys: int) -> int:
     """Queries whose scores are held at a time."""
     return max(1, min(queries, SCORE_NUMBERS // max(1, heads * keys)))
 
 
-def scratch(heads: int, queries: int, stored: int) -> int:
+def scratch(heads: int, queries: int, stored: int, causal: bool = True) -> int:
     """Bytes of scores and weights that ``queries`` new tokens of ``heads`` heads (of all rows of the batch) beside ``stored`` ones take at the largest moment,
     where no kernel serves."""
     rows = _rows(heads, queries, stored + queries)
     blocks = ((first, min(first + rows, queries)) for first in range(0, queries, rows))
-    return 2 * 4 * heads * max((last - first) * (stored + last) for first, last in blocks)
+    return 2 * 4 * heads * max((last - first) * (stored + (last if causal else queries)) for first, last in blocks)
 
 
 def attend(
@@ -225,15 +230,7 @@ def attend(
         if rule.padding is not None:
             places = (rule.padding.long().cumsum(1) - 1).masked_fill(~rule.padding, -1)[:, -q_len:]
         layer.remembered.meet(query * (scale * d**0.5), columns, places)
-    if (
-        not stored
-        and rule.causal
-        and rule.padding is None
-        and not layer.observes
-        and watch is None
-        and softcap is None
-        and sinks is None
-    ):
+    if not stored and not layer.observes and watch is None and plain(rule, softcap, sinks):
         out = F.scaled_dot_product_attention(query, new_keys, new_values, is_causal=q_len > 1, scale=scale, enable_gqa=group > 1)
         return out, None, 0
 

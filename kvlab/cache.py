@@ -21,7 +21,7 @@ from kvlab.errors import UnsupportedModel
 from kvlab.geometry import Geometry
 from kvlab.history import History
 from kvlab.keep.base import ROLES, Visible
-from kvlab.layer import Layer
+from kvlab.layer import Layer, Read
 from kvlab.memory import Memory, Part
 from kvlab.place.tier import NotWritten
 from kvlab.store.base import LayerShape
@@ -58,6 +58,7 @@ class KVCache(Cache):
         self.watching: dict[int, attention.Watch] = {}
         self.read: list[int] = []  # ids that lab.generate fed, to notice an old prompt
         self.recorded: History | None = None
+        self.tape: list[Read] | None = None  # what each layer's attention was given, where somebody wants it again (see replay)
         self.parked: Path | None = None  # the file it waits in
         self.unwritten: NotWritten | None = None  # why a layer is still here that should be away
         self.unsure: int | None = None  # the layer that is being written down; stays so if that fails

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvlab.errors import UnsupportedModel
 from kvlab.geometry import Geometry
 from kvlab.memory import Memory
 from kvlab.models import SMOLLM2, load_model
+from kvlab.replay import Prompts
 from kvlab.strategy import Strategy
 
 #: Called as ``(stage, done, total)`` between steps; an exception raised in it ends the work there (see ``errors.Cancelled``).
@@ -48,6 +50,8 @@ class Lab:
     model: Any
     tokenizer: Any
     _warm: bool = field(default=False, repr=False)
+    _prompts: Prompts | None = field(default=None, repr=False)
+    _replays: bool = field(default=False, repr=False)
 
     def __repr__(self) -> str:
         dtype = str(self.model.dtype).removeprefix("torch.")
@@ -87,12 +91,25 @@ class Lab:
             raise ValueError(f"chunk={chunk} is out of range (allowed: 0 for one piece, or a number of tokens)")
         n = ids.shape[1]
         size, logits = chunk or n, None
+        if self._replays and self._prompts is not None and size >= n and self._prompts.serves(cache):
+            return self._prompts.prefill(self.model, ids, cache)  # type: ignore[arg-type]
         for start in range(0, n, size):
             if progress:
                 progress("reading the prompt", start, n)
             logits = forward(self.model, ids[:, start : start + size], cache, last=True)
         assert logits is not None
         return logits
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Within, a prompt that is read in one piece by one cache after another passes the model once (see ``kvlab.replay``); for comparing what caches keep,
+        not for timing them."""
+        before, self._replays = self._replays, True
+        self._prompts = self._prompts or Prompts()
+        try:
+            yield
+        finally:
+            self._replays = before
 
     def generate(
         self,

@@ -6,7 +6,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,22 @@ if TYPE_CHECKING:
     from kvlab.cache import KVCache
 
 DRAFT = 256  # no draft is longer: what has not been confirmed by then, nobody will take back
+
+
+@dataclass(frozen=True)
+class Read:
+    """One layer's attention over the prompt: what :meth:`Layer.update` and :meth:`Layer.attend` were given. ``keys`` None: an earlier layer's were read."""
+
+    layer: int
+    keys: Tensor | None
+    values: Tensor | None
+    query: Tensor
+    rule: attention.Rule
+    how: tuple[Any, ...]  # scale, soft cap, sinks
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (self.keys, self.values, self.query) if x is not None)
 
 
 class Layer(CacheLayerMixin):
@@ -277,6 +293,7 @@ class Layer(CacheLayerMixin):
                 f"layer {self.number} was read more often than the {self.readers} time(s) its config speaks of; use DynamicCache for this model"
             )
         self.store.padding = rule.padding
+        self._tape(query, rule, scale, softcap, sinks)
         begun = self._here()
         out, evidence, scratch = attention.attend(self, query, rule, scale, softcap, sinks)
         if evidence is not None:
@@ -287,6 +304,26 @@ class Layer(CacheLayerMixin):
         incoming = self.new_keys.nbytes + self.new_values.nbytes
         self._finish(begun + scratch, incoming)
         return out
+
+    def _tape(self, query: Tensor, rule: attention.Rule, *how: Any) -> None:
+        if self.cache.tape is not None:
+            fresh = not self.reads
+            self.cache.tape.append(
+                Read(self.number, self.new_keys if fresh else None, self.new_values if fresh else None, query, rule, how)
+            )
+
+    def follow(self, query: Tensor, rule: attention.Rule, scale: float, softcap: float | None, sinks: Tensor | None) -> None:
+        """As :meth:`attend` for a prompt whose output is known: only what the keep wants to see is computed."""
+        if self.observes or "queries" in self.keep.needs:
+            self.attend(query, rule, scale, softcap, sinks)
+            return
+        assert self.new_keys is not None and self.new_values is not None
+        self.store.padding = rule.padding
+        self.reads += 1
+        if self.reads == self.readers:
+            b, hq, new = query.shape[:3]
+            scores = 0 if attention.plain(rule, softcap, sinks) else attention.scratch(b * hq, new, 0, rule.causal)
+            self._finish(scores, self.new_keys.nbytes + self.new_values.nbytes)
 
     def take_in(self, keys: Tensor, values: Tensor) -> None:
         """Write tokens ``[B, H, n, D]`` down as a step does, without attention; only for keeps that need none."""

@@ -38,7 +38,7 @@ VERSION = 1  # of what a task means: raised when one changes, so that old rows a
 class Evidence:
     """One strategy at one task. ``score``: 0 to 1, the task's; ``control``: the full cache's. ``counts``: False where the full cache itself does not reach what
     the task asks for, or the row failed; ``why`` says so. ``ratio``: of a 16-bit dense cache's bytes. ``read_time``, ``write_time``, ``select_time``,
-    ``fetch_time``: seconds, see ``measure.phases``; ``seconds``: the whole task. What there is no number for is None.
+    ``fetch_time``: seconds, see ``measure.phases``; ``seconds``: the whole task, in which a prompt that an earlier row has read does not pass the model again. What there is no number for is None.
     """
 
     strategy: str
@@ -215,7 +215,8 @@ def _row(lab: Lab, settings: dict[str, Any], task: dict[str, Any], about: dict[s
     strategy, asked = Strategy.from_dict(settings), task_from_dict(task)
     begun = time.perf_counter()
     try:
-        score = asked.run(lab, strategy)
+        with contextlib.nullcontext() if asked.timed else lab.replaying():
+            score = asked.run(lab, strategy)
     except (ValueError, UnsupportedModel, RuntimeError, OSError) as error:
         return _failed(settings, task, about, control, error)
     return _evidence(strategy, asked, about, control, score, time.perf_counter() - begun)

@@ -63,6 +63,7 @@ class Bench(widgets.VBox):
     """
 
     asked: ClassVar[str] = "store"
+    needs_model: ClassVar[bool] = True  # else a panel loads it when it wants it
 
     def __init__(
         self,
@@ -100,8 +101,8 @@ class Bench(widgets.VBox):
         """What the controls ask for. Raises `ValueError` where they do not go together."""
         raise NotImplementedError
 
-    def _answer(self, ticket: Ticket, lab: Lab, asked: Any, progress: Progress) -> None:
-        """Work everything out, and show it. On the runner's thread."""
+    def _answer(self, ticket: Ticket, lab: Any, asked: Any, progress: Progress) -> None:
+        """Work everything out, and show it; ``lab``: None only where ``needs_model`` is False. On the runner's thread."""
         raise NotImplementedError
 
     # for people and tests alike
@@ -143,10 +144,16 @@ class Bench(widgets.VBox):
                 self._last_progress = time.monotonic()
                 ticket.show(self._progress, stage, done / max(1, total))
 
+        if self.needs_model:
+            self._load(ticket)
+        self._answer(ticket, self._lab, asked, progress)
+
+    def _load(self, ticket: Ticket) -> Lab:
+        """On the runner's thread."""
         if self._lab is None:
             ticket.show(self._progress, "loading the model", 0.0)
             self._lab = load_model(SMOLLM2)
-        self._answer(ticket, self._lab, asked, progress)
+        return self._lab
 
     # always under the runner's lock
 

@@ -64,11 +64,13 @@ class Score:
 class Task(ABC):
     """Settings of a task; plain data. A subclass gives :meth:`cases`, or another :meth:`run` where there are no questions.
 
-    ``least``: what the full cache must reach, or the task says nothing about this model. ``seed``: which texts.
+    ``least``: what the full cache must reach, or the task says nothing about this model. ``seed``: which texts. ``timed``: how
+    long it takes is what it measures, so each prompt passes the model every time.
     """
 
     title: ClassVar[str] = ""
     least: ClassVar[float] = 0.75
+    timed: ClassVar[bool] = False
     seed: int = 0
 
     def __init_subclass__(cls, **options: Any) -> None:

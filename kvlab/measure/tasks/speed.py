@@ -20,6 +20,7 @@ class Speed(Task):
     """
 
     title = "speed"
+    timed = True
 
     tokens: int = 512
     new: int = 32
