@@ -17,8 +17,8 @@ from typing import Any
 from kvlab import _data, geometry, hardware
 from kvlab.geometry import Geometry
 from kvlab.hardware import Hardware
-from kvlab.measure.experiment import Evidence, recorded
 from kvlab.measure import roofline
+from kvlab.measure.experiment import Evidence, recorded
 from kvlab.measure.memory import predict
 from kvlab.strategy import Strategy
 

@@ -517,7 +517,9 @@ def attach(model: nn.Module) -> None:
     Raises:
         UnsupportedModel: the architecture does not take an attention function from outside.
     """
-    ALL_ATTENTION_FUNCTIONS[NAME] = attention  # again: another library may have wrapped all that are registered (kvpress does, and looks into keys)
+    ALL_ATTENTION_FUNCTIONS[NAME] = (
+        attention  # again: another library may have wrapped all that are registered (kvpress does, and looks into keys)
+    )
     if model in _before:
         return
     able = getattr(type(model), "_can_set_attn_implementation", None)

@@ -65,14 +65,18 @@ def app() -> "typer.Typer":
     def measure(
         strategy: Annotated[
             list[str] | None,
-            typer.Option(help="A strategy as `kvlab.Strategy(...)` code prints it, or one that has a name ('H2O + int4'). Many; none: all that have names."),
+            typer.Option(
+                help="A strategy as `kvlab.Strategy(...)` code prints it, or one that has a name ('H2O + int4'). Many; none: all that have names."
+            ),
         ] = None,
         task: Annotated[
             list[str] | None,
             typer.Option(help="A task, such as 'PassKeys(tokens=1024)' or Speed. Many; none: those of the recorded evidence."),
         ] = None,
         model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,
-        out: Annotated[Path | None, typer.Option(help="Keep the rows in this JSON-lines file, and take it up where it was left.")] = None,
+        out: Annotated[
+            Path | None, typer.Option(help="Keep the rows in this JSON-lines file, and take it up where it was left.")
+        ] = None,
         workers: Annotated[int, typer.Option(help="Processes that share the work; each loads the model.")] = 1,
         endpoint: Annotated[
             str | None, typer.Option(help="Measure a served model instead: an OpenAI-compatible address up to and with /v1.")
@@ -93,13 +97,19 @@ def app() -> "typer.Typer":
 
         chosen = [read_strategy(text) for text in strategy] if strategy else list(named().values())
         tasks = [read_task(text) for text in task] if task else list(TASKS)
-        asked = [f" --strategy {shlex.quote(text)}" for text in strategy or []] + [f" --task {shlex.quote(text)}" for text in task or []]
+        asked = [f" --strategy {shlex.quote(text)}" for text in strategy or []] + [
+            f" --task {shlex.quote(text)}" for text in task or []
+        ]
         command = "kvlab measure" + "".join(asked) + (f" --workers {workers}" if workers > 1 else "")
         lab = kvlab.load(model)
         with contextlib.ExitStack() as stack:
             executor = stack.enter_context(processes(workers)) if workers != 1 else None
             for row in experiment(lab, chosen, tasks, out=out, executor=executor, progress=True, command=command):
-                score = "" if row.score is None else f"{row.score:6.3f}" + ("" if row.control is None else f" (full cache {row.control:.3f})")
+                score = (
+                    ""
+                    if row.score is None
+                    else f"{row.score:6.3f}" + ("" if row.control is None else f" (full cache {row.control:.3f})")
+                )
                 share = "" if row.ratio is None else f"{100 * row.ratio:6.1f}% of 16-bit"
                 more = "  ".join(f"{name} {value:.4g}" for name, value in row.more.items())
                 typer.echo(f"{row.task['task']:12} {name_of(row.settings):45} {share:18} {score:28} {more} {row.why}")
@@ -120,7 +130,8 @@ def app() -> "typer.Typer":
 
         import kvlab
         from kvlab.measure import control
-        from kvlab.measure.compare import PEERS, compare, record
+        from kvlab.measure.compare import compare, record
+        from kvlab.measure.peers import PEERS
         from kvlab.texts import reference_text
 
         chosen = [read_strategy(text) for text in strategy or SIDE_BY_SIDE]
@@ -240,6 +251,7 @@ SIDE_BY_SIDE = (
     "kvlab.Strategy(store=store.LowRank(rank=48, bits=8, values=False))",
 )
 
+
 def served(url: str, model: str, concurrency: int, requests: int, say: Callable[[str], object]) -> None:
     """Send stretches of the reference text to a server, each twice, and print what came: times, throughput, the effect of prompts sent before."""
     import time
@@ -317,7 +329,9 @@ def read_strategy(text: str) -> "Strategy":
         raise ValueError(f"strategy {text!r} is not readable: {error.msg}") from error
     name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
     if not isinstance(call, ast.Call) or call.args or name not in ("kvlab.Strategy", "Strategy"):
-        raise ValueError(f"strategy {text!r} must look like kvlab.Strategy(keep=keep.Window(size=128)), or be a name such as 'H2O + int4'")
+        raise ValueError(
+            f"strategy {text!r} must look like kvlab.Strategy(keep=keep.Window(size=128)), or be a name such as 'H2O + int4'"
+        )
     parts = {key.arg: value(key.value) for key in call.keywords if key.arg}
     unknown = set(parts) - {*AXES, "chunk"}
     if unknown:

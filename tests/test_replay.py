@@ -36,7 +36,9 @@ def test_a_replayed_prompt_is_the_prompt(family: str, ids: torch.Tensor) -> None
             assert again.memory() == plain.memory()
             for one in range(30, 33):
                 got = [forward(lab.model, text[:, one : one + 1], cache) for cache in (again, plain)]
-                assert (got[0] - got[1]).abs().max() < 2e-3, strategy  # evidence is gathered with other roundings, and a code may tip over
+                assert (got[0] - got[1]).abs().max() < 2e-3, (
+                    strategy
+                )  # evidence is gathered with other roundings, and a code may tip over
             pairs = [(a, b) for a, b in zip(again.layers, plain.layers, strict=True) if b.is_initialized]
             assert all(torch.equal(a.dense()[2], b.dense()[2]) for a, b in pairs)
 

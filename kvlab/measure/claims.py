@@ -53,7 +53,9 @@ def _beside(line: dict[str, str], rows: list[Evidence]) -> Claimed:
     asked = [row for row in rows if row.questions]
     if text is None:
         return Claimed(*said)
-    recall = (sum(round((row.score or 0.0) * row.questions) for row in asked), sum(row.questions for row in asked)) if asked else None
+    recall = (
+        (sum(round((row.score or 0.0) * row.questions) for row in asked), sum(row.questions for row in asked)) if asked else None
+    )
     return Claimed(*said, text.model, text.ratio, text.more["kl"], text.more["perplexity_change"], recall)
 
 

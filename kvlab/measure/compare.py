@@ -21,9 +21,9 @@ from transformers.cache_utils import Cache
 from kvlab import attention
 from kvlab.cache import KVCache, forward
 from kvlab.lab import Lab, Progress
-from kvlab.measure.quality import Control, compared, read
 from kvlab.measure.machine import machine
-from kvlab.measure.peers import PEERS, Peer
+from kvlab.measure.peers import Peer
+from kvlab.measure.quality import Control, compared, read
 from kvlab.rope import Rope
 from kvlab.strategy import Strategy
 
@@ -63,7 +63,16 @@ def compare(
             continue
         try:
             rows.append(_run(lab, name, contender, against, steps, progress))
-        except (RuntimeError, NotImplementedError, LookupError, AssertionError, AttributeError, ImportError, TypeError, ValueError) as error:
+        except (
+            RuntimeError,
+            NotImplementedError,
+            LookupError,
+            AssertionError,
+            AttributeError,
+            ImportError,
+            TypeError,
+            ValueError,
+        ) as error:
             if isinstance(contender, Strategy):
                 raise
             rows.append(Compared(name, why=f"{type(error).__name__}: {error}"))  # what a peer cannot do is said, not left out

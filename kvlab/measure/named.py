@@ -73,9 +73,7 @@ def named() -> dict[str, Strategy]:
         "3-bit keys before RoPE, 2-bit values rotated": store.PreRope(
             store.Rotated(store.Mixed(bits=3, value_levels="normal"), kind="random", keys=False)
         ),
-        "TurboQuant's first stage, 3 bits": store.Rotated(
-            store.Int(bits=3, key_axis="token", levels="normal"), kind="random"
-        ),
+        "TurboQuant's first stage, 3 bits": store.Rotated(store.Int(bits=3, key_axis="token", levels="normal"), kind="random"),
         "low rank 32": store.LowRank(),
         "low rank 48, keys only, 8 bits": store.LowRank(rank=48, bits=8, values=False),
         "pages": store.Paged(),

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import Cache
 
-
 FIFTH = 0.8  # of a prompt's tokens go: what the presses' own tables compare
 
 
@@ -101,7 +100,9 @@ def _press(name: str, **settings: Any) -> Peer:
         with press(model):
             yield
 
-    return Peer(f"kvpress {name}, {FIFTH:.0%} of the prompt gone", lambda config, room: _Pressed(config), "kvpress", around=around)
+    return Peer(
+        f"kvpress {name}, {FIFTH:.0%} of the prompt gone", lambda config, room: _Pressed(config), "kvpress", around=around
+    )
 
 
 #: Each at the settings its documentation gives, or better ones.

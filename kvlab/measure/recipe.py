@@ -48,7 +48,9 @@ def recipe(
         cache = KVCache(lab.model, strategy)
         try:
             with lab.replaying():
-                logits = read(lab, against.ids, cache, against.prefill, against.step, chunk=strategy.chunk, progress=progress, stage=name)
+                logits = read(
+                    lab, against.ids, cache, against.prefill, against.step, chunk=strategy.chunk, progress=progress, stage=name
+                )
             memory = cache.memory()
             loss, full, kl, agree = compared(logits, against)
             times = []
@@ -62,8 +64,16 @@ def recipe(
         device = memory.by_device().get(lab.device.type, 0)
         made.append(
             Step(
-                name, strategy, device, memory.allocated, memory.high_water, memory.reference,
-                float(kl.double().mean()), float(agree.double().mean()), change, statistics.median(times[1:]),
-            )  # fmt: skip
+                name,
+                strategy,
+                device,
+                memory.allocated,
+                memory.high_water,
+                memory.reference,
+                float(kl.double().mean()),
+                float(agree.double().mean()),
+                change,
+                statistics.median(times[1:]),
+            )
         )
     return made

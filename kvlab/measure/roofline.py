@@ -49,7 +49,15 @@ class Point:
 
 
 def decode(
-    shape: Geometry, kind: Hardware, strategy: Strategy, context: int, *, requests: int = 1, devices: int = 1, weight_bits: int = 16, name: str = ""
+    shape: Geometry,
+    kind: Hardware,
+    strategy: Strategy,
+    context: int,
+    *,
+    requests: int = 1,
+    devices: int = 1,
+    weight_bits: int = 16,
+    name: str = "",
 ) -> Point:
     """One new token for each of ``requests`` sequences of ``context`` tokens.
 
@@ -69,10 +77,14 @@ def decode(
 def prefill(shape: Geometry, kind: Hardware, context: int, *, devices: int = 1, weight_bits: int = 16) -> Point:
     """Reading a prompt of ``context`` tokens at once: two FLOP a weight and token, causal attention; the weights are read once."""
     if kind.flops is None:
-        raise ValueError(f"{kind.name} is a {kind.kind}: it does not compute; choose of: {', '.join(hardware.names('gpu', 'cpu'))}")
+        raise ValueError(
+            f"{kind.name} is a {kind.kind}: it does not compute; choose of: {', '.join(hardware.names('gpu', 'cpu'))}"
+        )
     flops = 2.0 * (shape.active_parameters or 0) * context + context * hardware.attention_flops(shape, context) / 2
     read = weights(shape, context, weight_bits) + sum(predict(shape, Strategy(), context).values())
-    return Point(f"prefill of {context:,}", flops, read, 0.0, flops / (kind.flops * devices), read / (kind.bandwidth * devices), 0.0)
+    return Point(
+        f"prefill of {context:,}", flops, read, 0.0, flops / (kind.flops * devices), read / (kind.bandwidth * devices), 0.0
+    )
 
 
 def weights(shape: Geometry, sequences: int, weight_bits: int = 16) -> int:

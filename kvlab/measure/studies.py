@@ -21,8 +21,8 @@ from kvlab import _data
 from kvlab.keep.base import Room
 from kvlab.lab import Lab
 from kvlab.measure import place_studies
-from kvlab.measure.quality import control, quality
 from kvlab.measure.machine import machine
+from kvlab.measure.quality import control, quality
 from kvlab.measure.stream import stream
 from kvlab.measure.tasks import two_keys
 from kvlab.strategy import Strategy

@@ -80,11 +80,17 @@ class Advisor(Bench):
         names = [*([OWN] if lab is not None else []), *(name for name in geometry.names() if geometry.find(name).kv_layers)]
         start = OWN if lab is not None else model
         self._own = None if lab is None else lab.geometry
+        own = None if lab is None else lab.context
         self.model_choice = _dropdown("model", names, start, "whose cache it is")
         self.weight_bits = _dropdown("bits of a weight", [16, 8, 4], 16, "as the weights are held")
         self.device = _dropdown("device", hardware.names("gpu", "cpu"), device, "what it runs on")
         self.devices = _dropdown("how many", [1, 2, 4, 8, 16], 1, "devices that share the work")
-        self.context = _stops("context (tokens)", CONTEXTS, 32768, "tokens of each sequence")
+        self.context = _stops(
+            "context (tokens)",
+            CONTEXTS,
+            max([n for n in CONTEXTS if n <= min(32768, own or 32768)], default=CONTEXTS[0]),
+            "tokens of each sequence",
+        )
         self.concurrency = _stops("sequences at once", COUNTS, 4, "requests that are decoded together")
         self.workload = _dropdown("workload", list(WORKLOADS), "chat", "what the cache must not lose")
         self.per_token = _stops("limit: ms a token", [0, 5, 10, 20, 30, 50, 100, 200, 500], 0, "0: no limit")
@@ -92,7 +98,9 @@ class Advisor(Bench):
         self.choice = _dropdown("option", [("1", 0)], 0, "which of the options, in their order, is taken away and measured")
         self.engine = _dropdown("engine", list(ENGINES), "vllm", "whose settings are shown")
         self.task = _dropdown("task", list(TASKS), next(iter(TASKS)), "what is asked of the strategy, on the model at hand")
-        self.measure = widgets.Button(description="Measure", button_style="primary", tooltip="the full cache and the chosen option, on the model at hand")
+        self.measure = widgets.Button(
+            description="Measure", button_style="primary", tooltip="the full cache and the chosen option, on the model at hand"
+        )
         self.settings = widgets.HTML()
         boxes = [
             Box("model", "whose cache?", style.FULL, [self.model_choice, self.weight_bits]),
@@ -141,9 +149,20 @@ class Advisor(Bench):
         )  # fmt: skip
         lengths = [asked.context * part // 32 for part in range(33)]
         curves = {"full cache": Strategy(), **{str(option.strategy): option.strategy for option in made.options[:5]}}
-        sizes = {name: [sum(point) for point in zip(*predict_curve(asked.shape, one, lengths).values(), strict=True)] for name, one in curves.items()}
+        sizes = {
+            name: [sum(point) for point in zip(*predict_curve(asked.shape, one, lengths).values(), strict=True)]
+            for name, one in curves.items()
+        }
         points = [
-            roofline.decode(asked.shape, kind, one, asked.context, requests=asked.concurrency, devices=asked.devices, weight_bits=asked.weight_bits)
+            roofline.decode(
+                asked.shape,
+                kind,
+                one,
+                asked.context,
+                requests=asked.concurrency,
+                devices=asked.devices,
+                weight_bits=asked.weight_bits,
+            )
             for one in dict.fromkeys([Strategy(), *(option.strategy for option in made.options)])
         ]
         points.append(roofline.prefill(asked.shape, kind, asked.context, devices=asked.devices, weight_bits=asked.weight_bits))
@@ -203,7 +222,10 @@ class Advisor(Bench):
         option = self.option
         assert option is not None
         given = str(export(option.strategy, asked.engine))
-        said = "".join(f"<li>{html.escape(str(one), quote=False)}</li>" for one in option.quality) or "<li>nothing measured or published is known here</li>"
+        said = (
+            "".join(f"<li>{html.escape(str(one), quote=False)}</li>" for one in option.quality)
+            or "<li>nothing measured or published is known here</li>"
+        )
         danger = f'<div class="kvlab-lost">danger: {html.escape(option.danger, quote=False)}</div>' if option.danger else ""
         self.settings.value = f"<pre>{html.escape(option.strategy.to_code(), quote=False)}\n\n{html.escape(given, quote=False)}</pre>{danger}<ul>{said}</ul>"
 
@@ -213,14 +235,23 @@ class Advisor(Bench):
         if here:
             last = [row for row in here if row.task == here[-1].task]
             own = list({row.key: row for row in last}.values())
-            said = "; ".join(f"{row.strategy}: {'failed' if row.score is None else f'{row.score:.2f}'}{' (' + row.why + ')' if row.why else ''}" for row in own)
-            words, note = f"{own[0].task['task']} on {own[0].model}: {said}. {evidence.pareto_summary(own)}", "measured here"
+            said = "; ".join(
+                f"{row.strategy}: {'failed' if row.score is None else f'{row.score:.2f}'}{' (' + row.why + ')' if row.why else ''}"
+                for row in own
+            )
+            words, note = (
+                f"{own[0].task['task']} on {own[0].model}: {said}. {evidence.pareto_summary(own, name=_name)}",
+                "measured here",
+            )
         else:
             own = [row for row in recorded() if row.task["task"] == "Text" and row.counts]
             when = max((row.date for row in own), default="")
-            words, note = f"Recorded on {own[0].model if own else 'no model'}: the share of tokens where the full cache would say the same. {evidence.pareto_summary(own)}", f"recorded {when}"
+            words, note = (
+                f"Recorded on {own[0].model if own else 'no model'}: the share of tokens where the full cache would say the same. {evidence.pareto_summary(own, name=_name)}",
+                f"recorded {when}",
+            )
         named = [row for row in own if row.score is not None]
-        style.become(self.figures["quality"], evidence.pareto(named, title=""))
+        style.become(self.figures["quality"], evidence.pareto(named, name=_name, title=""))
         self._say("quality", words, note)
 
     def __repr__(self) -> str:
@@ -230,8 +261,19 @@ class Advisor(Bench):
         return f"Advisor: {name_of(option.strategy.to_dict())}: {option.strategy.to_code()}\n{self.text}"
 
 
+def _name(row: Evidence) -> str:
+    return name_of(row.settings)
+
+
 def _dropdown(label: str, options: Any, value: Any, help: str) -> widgets.Dropdown:
-    made = widgets.Dropdown(description=label, options=options, value=value, tooltip=help, style={"description_width": "initial"}, layout={"width": "auto"})
+    made = widgets.Dropdown(
+        description=label,
+        options=options,
+        value=value,
+        tooltip=help,
+        style={"description_width": "initial"},
+        layout={"width": "auto"},
+    )
     return made.add_class("kvlab-setting")
 
 

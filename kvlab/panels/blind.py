@@ -58,7 +58,13 @@ class BlindTest(Bench):
     asked = "round"
 
     def __init__(
-        self, lab: Lab | None = None, strategy: Strategy | None = None, prompt: str | None = None, *, out: str | Path | None = None, seed: int | None = None
+        self,
+        lab: Lab | None = None,
+        strategy: Strategy | None = None,
+        prompt: str | None = None,
+        *,
+        out: str | Path | None = None,
+        seed: int | None = None,
     ) -> None:
         start = Strategy(HeavyHitter(budget=96, recent=32), Int(bits=4)) if strategy is None else strategy
         self._text = long_text() if prompt is None else prompt
@@ -69,7 +75,11 @@ class BlindTest(Bench):
         self.new_tokens = slider("tokens to go on with", "how much there is to judge by", min=8, max=96, step=8, value=32)
         self.a, self.b, self.skip = (
             widgets.Button(description=words, tooltip=tip, disabled=True)
-            for words, tip in (("A is the full cache", "vote for A"), ("B is the full cache", "vote for B"), ("Next text", "another text, no vote"))
+            for words, tip in (
+                ("A is the full cache", "vote for A"),
+                ("B is the full cache", "vote for B"),
+                ("Next text", "another text, no vote"),
+            )
         )
         self.texts, self.verdict = widgets.HTML(), widgets.HTML()
         boxes = [
@@ -164,12 +174,17 @@ class BlindTest(Bench):
         pair = (made.full, made.other) if made.first_is_full else (made.other, made.full)
         tail = html.escape("… " + made.text[-400:], quote=False)
         self.texts.value = f'<div class="kvlab-text">{tail}</div>' + "".join(
-            f'<div class="kvlab-text"><b>{letter}</b> {html.escape(said, quote=False)}</div>' for letter, said in zip("AB", pair, strict=True)
+            f'<div class="kvlab-text"><b>{letter}</b> {html.escape(said, quote=False)}</div>'
+            for letter, said in zip("AB", pair, strict=True)
         )
         self.skip.disabled = False
         for button in (self.a, self.b):
             button.disabled = made.same
-        words = "Both go on in the same words: there is nothing to tell apart; take the next text." if made.same else "One of the two read the text through the full cache."
+        words = (
+            "Both go on in the same words: there is nothing to tell apart; take the next text."
+            if made.same
+            else "One of the two read the text through the full cache."
+        )
         self.cards["round"].say(words)
         self.cards["round"].mark("fresh", f"text {made.number + 1}")
         found = self.votes

@@ -79,6 +79,10 @@ CSS = f"""<style>
 .kvlab-table td:first-child, .kvlab-table th:first-child {{ text-align: left; white-space: normal; min-width: 130px; }}
 .kvlab-table i {{ font-style: normal; color: var(--faint); }}
 .kvlab-lost {{ color: var(--danger) !important; font-weight: 600; }}
+.kvlab-text {{ white-space: pre-wrap; overflow-wrap: anywhere; color: var(--ink); border-left: 3px solid var(--line); padding: 2px 10px; margin: 6px 0;
+  line-height: 1.4; }}
+.kvlab-box pre {{ white-space: pre-wrap; overflow-wrap: anywhere; font-size: 11px; line-height: 1.4; margin: 6px 0; color: var(--ink); }}
+.kvlab-box ul {{ margin: 4px 0; padding-left: 16px; font-size: 11px; line-height: 1.4; color: var(--faint); }}
 .kvlab-says mark {{ border-radius: 3px; }}
 .kvlab-body, .kvlab-body > * {{ min-width: 0; max-width: 100%; }}
 @container (max-width: 860px) {{

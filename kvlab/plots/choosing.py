@@ -1,5 +1,6 @@
 """Figures for choosing a strategy: what binds, what each option takes, the roofline of a step, a recipe layer by layer, waiting times."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from math import comb
 from typing import TYPE_CHECKING
@@ -68,7 +69,10 @@ def update_options(fig: go.Figure, made: "Advice") -> go.Figure:
         )
         fig.update_layout(
             height=110 + 26 * len(rows),
-            xaxis={"title": {"text": f"cache of one sequence ({unit})"}, "range": [0, 1.5 * max(row.bytes for row in rows) / size]},
+            xaxis={
+                "title": {"text": f"cache of one sequence ({unit})"},
+                "range": [0, 1.5 * max(row.bytes for row in rows) / size],
+            },
         )
     return fig
 
@@ -93,11 +97,22 @@ def roofline(points: Sequence["Point"], bandwidth: float, peak: float, *, title:
 
 def update_roofline(fig: go.Figure, points: Sequence["Point"], bandwidth: float, peak: float) -> go.Figure:
     ridge = peak / bandwidth
-    ends = [min([0.3, *(0.5 * point.intensity for point in points)]), ridge, max([30 * ridge, *(2 * point.intensity for point in points)])]
-    groups = {"prefill": [p for p in points if p.name.startswith("prefill")], "decode": [p for p in points if not p.name.startswith("prefill")]}
+    ends = [
+        min([0.3, *(0.5 * point.intensity for point in points)]),
+        ridge,
+        max([30 * ridge, *(2 * point.intensity for point in points)]),
+    ]
+    groups = {
+        "prefill": [p for p in points if p.name.startswith("prefill")],
+        "decode": [p for p in points if not p.name.startswith("prefill")],
+    }
     with fig.batch_update():
         style.trace(fig, "roof").update(
-            x=ends, y=[min(peak, bandwidth * x) for x in ends], mode="lines", line={"color": style.INK, "width": 2}, hoverinfo="skip"
+            x=ends,
+            y=[min(peak, bandwidth * x) for x in ends],
+            mode="lines",
+            line={"color": style.INK, "width": 2},
+            hoverinfo="skip",
         )
         for (name, own), hue in zip(groups.items(), (style.KEEP, style.STORE), strict=True):
             style.trace(fig, name).update(
@@ -128,7 +143,7 @@ def roofline_summary(points: Sequence["Point"], bandwidth: float, peak: float) -
 def waterfall(steps: Sequence["Step"], *, title: str = "A recipe, layer by layer") -> go.Figure:
     """Bytes on the compute device, in percent of a 16-bit cache: what each layer of the recipe takes away, and what it costs written beside it."""
     share = [100 * step.device / step.reference for step in steps]
-    falls = [share[0], *(after - before for before, after in zip(share, share[1:], strict=False)), share[-1]]
+    falls = [share[0], *(after - before for before, after in itertools.pairwise(share)), share[-1]]
     fig = style.layout(go.Figure(), title, "", "on the device (% of a 16-bit cache)", height=400)
     fig.add_trace(
         go.Waterfall(
@@ -138,7 +153,10 @@ def waterfall(steps: Sequence["Step"], *, title: str = "A recipe, layer by layer
             measure=["absolute", *["relative"] * (len(steps) - 1), "total"],
             text=[
                 f"{share[0]:.0f}%",
-                *(f"{fall:+.0f}%<br>KL {step.kl:.3f}<br>{1e3 * step.per_token:.0f} ms a token" for fall, step in zip(falls[1:], steps[1:], strict=False)),
+                *(
+                    f"{fall:+.0f}%<br>KL {step.kl:.3f}<br>{1e3 * step.per_token:.0f} ms a token"
+                    for fall, step in zip(falls[1:], steps[1:], strict=False)
+                ),
                 f"{share[-1]:.1f}%",
             ],
             textposition="outside",
@@ -157,12 +175,18 @@ def waterfall_summary(steps: Sequence["Step"]) -> str:
     words = [
         f"{step.name}: {100 * before.device / before.reference:.0f}% to {100 * step.device / step.reference:.0f}% on the device, KL {before.kl:.3f} to {step.kl:.3f} nats, "
         f"{100 * step.agreement:.0f}% same next token, {1e3 * step.per_token:.0f} ms a token"
-        for before, step in zip(steps, steps[1:], strict=False)
+        for before, step in itertools.pairwise(steps)
     ]
-    return f"Full cache {100 * steps[0].device / steps[0].reference:.0f}%, {1e3 * steps[0].per_token:.0f} ms a token. " + "; ".join(words) + "."
+    return (
+        f"Full cache {100 * steps[0].device / steps[0].reference:.0f}%, {1e3 * steps[0].per_token:.0f} ms a token. "
+        + "; ".join(words)
+        + "."
+    )
 
 
-def bytes_by_context(tokens: Sequence[int], sizes: Mapping[str, Sequence[float]], *, title: str = "Bytes against context") -> go.Figure:
+def bytes_by_context(
+    tokens: Sequence[int], sizes: Mapping[str, Sequence[float]], *, title: str = "Bytes against context"
+) -> go.Figure:
     """A line for each strategy (name -> bytes at each of ``tokens``), predicted."""
     size, unit = style.unit(max(max(values) for values in sizes.values()))
     fig = style.layout(go.Figure(), title, "tokens in the sequence", f"cache ({unit})", height=380)
@@ -190,9 +214,14 @@ def waits(rows: Sequence["Evidence"], names: Sequence[str], *, title: str = "How
         spread = [1e3 * (row.more[most] - row.more[key]) for row in rows]
         fig.add_trace(
             go.Bar(
-                name=name, orientation="h", x=middle, y=list(names), marker={"color": hue}, text=[f"{value:,.0f}" for value in middle],
+                name=name,
+                orientation="h",
+                x=middle,
+                y=list(names),
+                marker={"color": hue},
+                text=[f"{value:,.0f}" for value in middle],
                 error_x={"type": "data", "array": spread, "arrayminus": [0] * len(rows), "color": style.INK},
-            )  # fmt: skip
+            )
         )
     fig.update_xaxes(type="log", rangemode="normal").update_yaxes(autorange="reversed", automargin=True)
     return fig.update_layout(hovermode="closest", barmode="group")
@@ -246,5 +275,9 @@ def votes_summary(right: int, count: int) -> str:
     if not count:
         return "No votes yet. Guessing is right half of the time."
     low, high = guessing(count)
-    told = "more often than guessing: the two can be told apart" if 100 * right / count > high else "as guessing would be: they were not told apart"
+    told = (
+        "more often than guessing: the two can be told apart"
+        if 100 * right / count > high
+        else "as guessing would be: they were not told apart"
+    )
     return f"{right} of {count} votes were right ({100 * right / count:.0f}%; a guesser stays between {low:.0f}% and {high:.0f}%), {told}."

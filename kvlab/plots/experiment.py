@@ -13,24 +13,30 @@ if TYPE_CHECKING:
 Shown = Callable[["Evidence"], str]
 
 
-def _named(row: "Evidence") -> str:
+def _task(row: "Evidence") -> str:
     return str(row.task["task"])
 
 
-def heat(rows: Sequence["Evidence"], *, task: Shown = _named, title: str = "Which strategy stands which task") -> go.Figure:
-    """Strategies by tasks: the score, its number in the cell. Cells that say nothing about a cache, or failed, are empty and say why when pointed at."""
-    strategies, tasks = list(dict.fromkeys(row.strategy for row in rows)), list(dict.fromkeys(map(task, rows)))
-    cells = {(row.strategy, task(row)): row for row in rows}
+def _strategy(row: "Evidence") -> str:
+    return row.strategy
 
-    def score(strategy: str, name: str) -> float | None:
-        row = cells.get((strategy, name))
+
+def heat(
+    rows: Sequence["Evidence"], *, task: Shown = _task, name: Shown = _strategy, title: str = "Which strategy stands which task"
+) -> go.Figure:
+    """Strategies by tasks: the score, its number in the cell. Cells that say nothing about a cache, or failed, are empty and say why when pointed at."""
+    strategies, tasks = list(dict.fromkeys(map(name, rows))), list(dict.fromkeys(map(task, rows)))
+    cells = {(name(row), task(row)): row for row in rows}
+
+    def score(strategy: str, asked: str) -> float | None:
+        row = cells.get((strategy, asked))
         return row.score if row is not None and row.counts else None
 
-    def said(strategy: str, name: str) -> str:
-        row = cells.get((strategy, name))
+    def said(strategy: str, asked: str) -> str:
+        row = cells.get((strategy, asked))
         return "not measured" if row is None else row.why or f"{row.score:.2f}, the full cache {row.control:.2f}"
 
-    numbers = [[score(one, name) for name in tasks] for one in strategies]
+    numbers = [[score(one, asked) for asked in tasks] for one in strategies]
     fig = style.layout(go.Figure(), title, "", "", height=110 + 30 * len(strategies))
     fig.add_trace(
         go.Heatmap(
@@ -44,7 +50,7 @@ def heat(rows: Sequence["Evidence"], *, task: Shown = _named, title: str = "Whic
             showscale=False,
             text=[["" if value is None else f"{value:.2f}" for value in line] for line in numbers],
             texttemplate="%{text}",
-            customdata=[[said(one, name) for name in tasks] for one in strategies],
+            customdata=[[said(one, asked) for asked in tasks] for one in strategies],
             hovertemplate="%{y}<br>%{x}: %{customdata}<extra></extra>",
             xgap=2,
             ygap=2,
@@ -54,7 +60,7 @@ def heat(rows: Sequence["Evidence"], *, task: Shown = _named, title: str = "Whic
     return fig.update_layout(hovermode="closest", showlegend=False)
 
 
-def heat_summary(rows: Sequence["Evidence"], *, task: Shown = _named) -> str:
+def heat_summary(rows: Sequence["Evidence"], *, task: Shown = _task, name: Shown = _strategy) -> str:
     """The strategy that stands every task best, and the worst cell."""
     counted = [row for row in rows if row.counts and row.score is not None]
     silent = sorted({task(row) for row in rows} - {task(row) for row in counted})
@@ -62,10 +68,10 @@ def heat_summary(rows: Sequence["Evidence"], *, task: Shown = _named) -> str:
         return "No task says anything about a cache on this model."
     by: dict[str, list[float]] = {}
     for row in counted:
-        by.setdefault(row.strategy, []).append((row.score or 0.0) / (row.control or 1.0))
-    best = max((name for name in by if name != "full cache"), key=lambda name: min(by[name]), default="full cache")
+        by.setdefault(name(row), []).append((row.score or 0.0) / (row.control or 1.0))
+    best = max((one for one in by if one != "full cache"), key=lambda one: min(by[one]), default="full cache")
     worst = min(counted, key=lambda row: row.score or 0.0)
-    text = f"{best} keeps at least {100 * min(by[best]):.0f}% of the full cache's score everywhere; the lowest is {worst.strategy} at {task(worst)}: {worst.score:.2f}."
+    text = f"{best} keeps at least {100 * min(by[best]):.0f}% of the full cache's score everywhere; the lowest is {name(worst)} at {task(worst)}: {worst.score:.2f}."
     return text + (f" Silent on this model: {', '.join(silent)}." if silent else "")
 
 
@@ -80,7 +86,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
     return found
 
 
-def pareto(rows: Sequence["Evidence"], *, title: str = "Quality against bytes") -> go.Figure:
+def pareto(rows: Sequence["Evidence"], *, name: Shown = _strategy, title: str = "Quality against bytes") -> go.Figure:
     """One task's score over the allocated bytes, in percent of a 16-bit cache; the line joins those that no other beats."""
     own = [row for row in rows if row.score is not None and row.ratio is not None]
     fig = style.layout(go.Figure(), title, "bytes (% of a 16-bit cache)", "score", height=380)
@@ -103,7 +109,7 @@ def pareto(rows: Sequence["Evidence"], *, title: str = "Quality against bytes") 
                 x=[points[i][0] for i in names],
                 y=[points[i][1] for i in names],
                 mode="markers+text" if len(own) <= 12 else "markers",
-                text=[own[i].strategy for i in names],
+                text=[name(own[i]) for i in names],
                 textposition="bottom center",
                 cliponaxis=False,
                 marker={"color": colour, "size": 10},
@@ -127,7 +133,7 @@ def _kinds(rows: Sequence["Evidence"]) -> list[tuple[str, str, list[int]]]:
     return [(kind, colour, names) for kind, (colour, names) in kinds.items()]
 
 
-def pareto_summary(rows: Sequence["Evidence"]) -> str:
+def pareto_summary(rows: Sequence["Evidence"], *, name: Shown = _strategy) -> str:
     """Who is on the front, the smallest first; and that a run in 32 bits shows more than 100%."""
     own = [row for row in rows if row.score is not None and row.ratio is not None]
     if not own:
@@ -140,7 +146,7 @@ def pareto_summary(rows: Sequence["Evidence"]) -> str:
     best = [own[i] for i in front([(row.ratio or 0.0, row.score or 0.0) for row in own])]
     return (
         "On the front: "
-        + ", ".join(f"{row.strategy} ({100 * (row.ratio or 0.0):.0f}%, {row.score:.2f})" for row in best)
+        + ", ".join(f"{name(row)} ({100 * (row.ratio or 0.0):.0f}%, {row.score:.2f})" for row in best)
         + "."
         + wide
     )

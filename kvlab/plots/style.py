@@ -158,7 +158,10 @@ def apply(fig: go.Figure, traces: Mapping[str, Mapping[str, Any]], changes: Mapp
 
 def become(fig: go.Figure, other: go.Figure) -> go.Figure:
     """Let `fig` show what `other` shows, in place: its traces by name, all scatters, and its axes."""
-    traces = {made.name: {key: value for key, value in made.to_plotly_json().items() if key not in ("name", "type")} for made in other.data}
+    traces = {
+        made.name: {key: value for key, value in made.to_plotly_json().items() if key not in ("name", "type")}
+        for made in other.data
+    }
     axes = {name: getattr(other.layout, name).to_plotly_json() for name in ("xaxis", "yaxis")}
     return apply(fig, traces, axes)
 
