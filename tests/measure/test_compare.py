@@ -75,7 +75,9 @@ def test_sliding_layers_of_transformers_are_a_window_without_sinks(tiny_lab):
     """Two ways to the same cache: theirs forgets by its own layers, ours by `keep.Window`; a token sees the 255 before it."""
     ids = torch.randint(3, 97, (1, 400), generator=torch.Generator().manual_seed(1))
     against = control(tiny_lab, ids, prefill=300, step=10)
-    theirs, ours = compare(tiny_lab, [by_name("DynamicCache, sliding"), Strategy(keep=keep.Window(size=255, sinks=0))], against, steps=1)
+    theirs, ours = compare(
+        tiny_lab, [by_name("DynamicCache, sliding"), Strategy(keep=keep.Window(size=255, sinks=0))], against, steps=1
+    )
     assert theirs.why == "" and theirs.kl == pytest.approx(ours.kl, rel=1e-4) and theirs.kl > 0.001
     assert theirs.agreement == ours.agreement
 
