@@ -14,11 +14,16 @@ from kvlab.place.base import Place
 from kvlab.store.base import LayerShape, fitting
 from kvlab.strategy import Strategy
 
+CYCLE = 256  # tokens in which a plain tail has been full at least once
 
-def predict(geometry: Geometry, strategy: Strategy, tokens: int, *, batch: int = 1, bits: int = 16) -> dict[str, float]:
+
+def predict(
+    geometry: Geometry, strategy: Strategy, tokens: int, *, batch: int = 1, bits: int = 16, tail: float = 0.5
+) -> dict[str, float]:
     """Predicted bytes by part after ``tokens`` tokens of a sequence, all layers and all of ``batch`` sequences; room to grow apart.
 
-    Parts are named as in ``KVCache.memory()``. ``bits`` is the width of the model's own numbers (32 for a float32 run).
+    Parts are named as in ``KVCache.memory()``. ``bits`` is the width of the model's own numbers (32 for a float32 run). Where tokens are evicted from codes that
+    share scales along a group, between none and a whole group of the newest are plain at any moment; ``tail`` says how much of it is assumed (0 to 1).
 
     Raises:
         ValueError: tokens below 0, batch below 1, bits other than 16 or 32, or a strategy that does not fit the model.
@@ -29,21 +34,33 @@ def predict(geometry: Geometry, strategy: Strategy, tokens: int, *, batch: int =
         raise ValueError(f"batch={batch} is out of range (allowed: 1 or more)")
     if bits not in (16, 32):
         raise ValueError(f"bits={bits} is not one of 16, 32")
+    if not 0.0 <= tail <= 1.0:
+        raise ValueError(f"tail={tail} is out of range (allowed: 0.0 to 1.0)")
     out: dict[str, float] = {}
     for number, layer in enumerate(geometry.layers):
         if layer.kv_heads:
-            for part, size in _parts(geometry, strategy, number, tokens, batch, bits)[0].items():
+            for part, size in _parts(geometry, strategy, number, tokens, batch, bits, tail=tail)[0].items():
                 out[part] = out.get(part, 0.0) + size
     return out
 
 
 def _parts(
-    geometry: Geometry, strategy: Strategy, number: int, tokens: int, batch: int, bits: int
+    geometry: Geometry,
+    strategy: Strategy,
+    number: int,
+    tokens: int,
+    batch: int,
+    bits: int,
+    at_once: bool = False,
+    tail: float = 0.5,
 ) -> tuple[dict[str, float], int]:
-    """Bytes of one layer by part, and how many tokens a head of it holds."""
+    """Bytes of one layer by part, and how many tokens a head of it holds. ``at_once``: all tokens came in one piece, so only survivors were written
+    down. ``tail``: how full the plain tail of a group is, once tokens were evicted."""
     layer = geometry.layers[number]
     keep, shape, rows = _held(geometry, strategy, number, tokens, batch, bits)
-    parts = strategy.store.predict(rows, shape, evicting=rows < tokens)
+    parts = strategy.store.predict(
+        rows, shape, evicting=max(tail, 1e-9) if rows < tokens and (keep.ragged or not at_once) else 0.0
+    )
     if rows < tokens:
         parts["columns"] = rows * 4 * {"never": 1, "row": batch, "head": batch * layer.kv_heads}[keep.differs]
     if "attention" in keep.needs:
@@ -82,7 +99,9 @@ def predict_high_water(
     size = min(prompt, strategy.chunk or prompt)
     moments = [(0, size), (max(0, prompt - size), prompt)]
     if last > prompt:
-        moments += [(prompt, min(prompt + step, last)), (max(prompt, last - step), last)]
+        moments.append((prompt, min(prompt + step, last)))
+        begin = prompt + max(0, last - prompt - CYCLE) // step * step
+        moments += [(before, min(before + step, last)) for before in range(begin, last, step)]
     return max(_moment(geometry, strategy, *moment, batch, bits, fused) for moment in dict.fromkeys(moments))
 
 
@@ -95,7 +114,7 @@ def _moment(geometry: Geometry, strategy: Strategy, before: int, after: int, bat
         """Of one layer: bytes when it is at hand, bytes that stay when it is put away, and rows."""
         if not tokens:
             return 0.0, 0.0, 0
-        parts, rows = _parts(geometry, strategy, number, tokens, batch, bits)
+        parts, rows = _parts(geometry, strategy, number, tokens, batch, bits, at_once=not before, tail=1.0)
         room = 1 + 0.5 * max(1 / SLACK_SHARE, SLACK_ROWS / max(1, rows)) if before else 1.0
         return room * sum(parts.values()), room * place.stays(number, rows, parts), rows
 

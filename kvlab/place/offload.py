@@ -71,7 +71,17 @@ class Offload(Place):
             return sum(parts.values())
         here = min(rows, self.hot_first + rows - max(0, rows - self.hot) // PAGE * PAGE) / max(1, rows)
         small = sum(parts.values()) / SMALL
-        return sum(size if size < small or part == "pages" else size * here for part, size in parts.items())
+        buffers = {
+            "codes": 2,
+            "scales": 2,
+            "residual": 2,
+            "coefficients": 2,
+            "basis": 2,
+        }  # of keys and of values; what is small stays
+        room = 1.07  # they have few rows, of which the eight that a buffer may have to spare are many
+        return sum(
+            room * size if size / buffers.get(part, 1) < small or part == "pages" else size * here for part, size in parts.items()
+        )
 
     def state(self, layers: Sequence[Movable], device: torch.device) -> PlaceState:
         to = self.to

@@ -271,10 +271,11 @@ class Store(Method, abstract=True):
     def state(self, shape: LayerShape) -> StoreState:
         raise NotImplementedError
 
-    def predict(self, rows: int, shape: LayerShape, evicting: bool = False) -> dict[str, float]:
+    def predict(self, rows: int, shape: LayerShape, evicting: float = 0.0) -> dict[str, float]:
         """Bytes by part that ``rows`` tokens take in one layer, room to grow apart. Parts as in ``memory()``.
 
-        ``evicting``: other tokens came and went while these were kept, a few at a time; then the typical case is told.
+        ``evicting``: above 0, other tokens came and went while these were kept, a few at a time; then how full the plain tail of a group is, which nobody
+        knows: 0.5 typically, 1 at most.
         """
         raise NotImplementedError
 
@@ -286,7 +287,7 @@ def fitting(store: Store, shape: LayerShape, size: float, beside: float) -> int:
     """
 
     def takes(rows: int) -> float:
-        return (sum(store.predict(rows, shape, evicting=True).values()) + beside * rows) * (1 + 0.5 / SLACK_SHARE)
+        return (sum(store.predict(rows, shape, evicting=0.5).values()) + beside * rows) * (1 + 0.5 / SLACK_SHARE)
 
     low, high = 0, 1
     while takes(high) <= size:

@@ -23,7 +23,7 @@ class Dense(Store):
     def state(self, shape: LayerShape) -> StoreState:
         return DenseState(shape)
 
-    def predict(self, rows: int, shape: LayerShape, evicting: bool = False) -> dict[str, float]:
+    def predict(self, rows: int, shape: LayerShape, evicting: float = 0.0) -> dict[str, float]:
         size = shape.batch * shape.kv_heads * rows * shape.dtype.itemsize
         return {"keys": size * shape.key_dim, "values": size * shape.value_dim}
 

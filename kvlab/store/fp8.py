@@ -32,7 +32,7 @@ class Fp8(Store):
         sides = [QuantizedSide(coding, "token", dim) for dim in (shape.key_dim, shape.value_dim)]
         return CodedState(shape, sides[0], sides[1], Flush(residual=self.residual))
 
-    def predict(self, rows: int, shape: LayerShape, evicting: bool = False) -> dict[str, float]:
+    def predict(self, rows: int, shape: LayerShape, evicting: float = 0.0) -> dict[str, float]:
         heads, coded = shape.batch * shape.kv_heads, max(0, rows - self.residual)
         both = shape.key_dim + shape.value_dim
         plain = heads * (rows - coded) * both * shape.dtype.itemsize

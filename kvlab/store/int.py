@@ -107,13 +107,13 @@ class Int(Store):
             raise ValueError(f"{name}: bits={self.bits}: {error}") from None
         return size
 
-    def predict(self, rows: int, shape: LayerShape, evicting: bool = False) -> dict[str, float]:
+    def predict(self, rows: int, shape: LayerShape, evicting: float = 0.0) -> dict[str, float]:
         heads, numbers = shape.batch * shape.kv_heads, SCALES[self.scales].itemsize * (1 if self.symmetric else 2)
         tail = max(0, rows - self.sinks_exact)
         keys, values = float(self.flush.keys(tail)), float(self.flush.values(tail))
         grouped = self.key_axis != "token"
         if evicting and grouped:  # the tail is between empty and a whole group, and codes make room for it
-            keys = values = max(0.0, keys - (self.group_size - 1) // 2)
+            keys = values = max(0.0, keys - int(evicting * (self.group_size - 1)))
         codes = (keys * shape.key_dim + values * shape.value_dim) * self.bits / 8
         scales = values * shape.value_dim / self._channels(shape.value_dim) if shape.value_dim else 0.0
         if self.key_axis == "token":

@@ -92,13 +92,13 @@ class LowRank(Store):
         inner = PlainSide("coefficients", floats) if floats else QuantizedSide(Coding(self.bits), "channel", self.group_size)
         return LowRankSide(inner, min(self.rank, dim) if low else dim, self.energy if low else 0.0)
 
-    def predict(self, rows: int, shape: LayerShape, evicting: bool = False) -> dict[str, float]:
+    def predict(self, rows: int, shape: LayerShape, evicting: float = 0.0) -> dict[str, float]:
         """With ``energy`` the ranks depend on the text; this is the most that can be taken."""
         heads, tail = shape.batch * shape.kv_heads, max(0, rows - self.sinks_exact)
         due = self.flush.keys(tail)
         written = float(due) if due >= self.first else 0.0
         if evicting and written and self.bits <= 8:
-            written = max(0.0, written - (self.group_size - 1) // 2)
+            written = max(0.0, written - int(evicting * (self.group_size - 1)))
         ranks = [min(self.rank, shape.key_dim), min(self.rank, shape.value_dim) if self.values else shape.value_dim]
         numbers = written * sum(ranks)
         plain = heads * (rows - written) * (shape.key_dim + shape.value_dim) * shape.dtype.itemsize

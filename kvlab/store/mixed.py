@@ -80,7 +80,7 @@ class Mixed(Int):
             sides.append(QuantizedSide(own.coding, axis, self.group_size if axis != "token" else size))
         return CodedState(shape, sides[0], sides[1], self.flush, FLOATS.get(self.plain))
 
-    def predict(self, rows: int, shape: LayerShape, evicting: bool = False) -> dict[str, float]:
+    def predict(self, rows: int, shape: LayerShape, evicting: float = 0.0) -> dict[str, float]:
         keys, values = self._of(shape.layer)
         none = [
             keys.predict(rows, replace(shape, value_dim=0), evicting),

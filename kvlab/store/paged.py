@@ -32,7 +32,7 @@ class Paged(Store):
     def state(self, shape: LayerShape) -> StoreState:
         return PagedState(shape, self.page)
 
-    def predict(self, rows: int, shape: LayerShape, evicting: bool = False) -> dict[str, float]:
+    def predict(self, rows: int, shape: LayerShape, evicting: float = 0.0) -> dict[str, float]:
         heads, item = shape.batch * shape.kv_heads, shape.dtype.itemsize
         filed = -(-rows // self.page) if evicting else 0  # pages of a head
         tokens = filed * self.page if evicting else rows

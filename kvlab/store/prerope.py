@@ -42,7 +42,7 @@ class PreRope(Store):
     def state(self, shape: LayerShape) -> StoreState:
         return before_rope(self.inner.state(shape))
 
-    def predict(self, rows: int, shape: LayerShape, evicting: bool = False) -> dict[str, float]:
+    def predict(self, rows: int, shape: LayerShape, evicting: float = 0.0) -> dict[str, float]:
         return self.inner.predict(rows, shape, evicting)  # type: ignore[no-any-return]
 
 

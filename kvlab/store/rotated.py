@@ -100,7 +100,7 @@ class Rotated(Store):
     def state(self, shape: LayerShape) -> StoreState:
         return RotatedState(self, shape)
 
-    def predict(self, rows: int, shape: LayerShape, evicting: bool = False) -> dict[str, float]:
+    def predict(self, rows: int, shape: LayerShape, evicting: float = 0.0) -> dict[str, float]:
         parts: dict[str, float] = self.inner.predict(rows, self.within(shape), evicting)
         dims = (shape.key_dim * self.keys + shape.value_dim * self.values) * self.heads
         return parts | {"tables": parts.get("tables", 0.0) + 4.0 * dims} if self.reorder and rows else parts

@@ -73,7 +73,7 @@ def test_the_same_bytes_hold_more_tokens_in_fewer_bits():
     room = [fitting(kind, shape, 100_000, 0.0) for kind in (store.Dense(), store.Int(bits=8), store.Int(bits=4))]
     assert room[0] == int(100_000 / 512 / (1 + 1 / 34)) and room[0] < room[1] < room[2]
     for kind, rows in zip((store.Dense(), store.Int(bits=8), store.Int(bits=4)), room, strict=True):
-        taken = [sum(kind.predict(n, shape, evicting=True).values()) * (1 + 1 / 34) for n in (rows, rows + 1)]
+        taken = [sum(kind.predict(n, shape, evicting=0.5).values()) * (1 + 1 / 34) for n in (rows, rows + 1)]
         assert taken[0] <= 100_000 < taken[1]
 
 

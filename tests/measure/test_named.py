@@ -40,11 +40,19 @@ def test_all_of_them_were_recorded() -> None:
 
 @pytest.mark.parametrize("row", TEXT, ids=lambda row: name_of(row.settings))
 def test_bytes_were_as_predicted(row) -> None:
-    """On SmolLM2, 1,024 tokens at once and 1,024 more 16 at a time, float32: room to grow apart within 1%, the high-water mark within 5%."""
+    """On SmolLM2, 1,024 tokens at once and 1,024 more 16 at a time, float32: room to grow apart within 1%, the high-water mark within 5%.
+
+    Where tokens are evicted from codes, how many of the newest are plain depends on the moment: half a group of 64 and a step of 16 more or less
+    than is told.
+    """
     strategy = Strategy.from_dict(row.settings)
     prompt, tokens = row.task["prefill"], row.task["prefill"] + row.task["scored"]
-    want = sum(predict(SHAPE, strategy, tokens, bits=32).values())
-    assert row.bytes_logical == pytest.approx(want, rel=0.01)
+    want = [sum(predict(SHAPE, strategy, tokens, bits=32, tail=tail).values()) for tail in (0.0, 0.5, 1.0)]
+    ragged = getattr(strategy.keep, "ragged", False)  # of each head's newest page some places may be empty
+    if want[0] == want[2]:
+        assert row.bytes_logical == pytest.approx(want[1], rel=0.03 if ragged else 0.01)
+    else:
+        assert abs(row.bytes_logical - want[1]) <= (32 + 16) * 30 * 3 * 128 * 4
     high = predict_high_water(SHAPE, strategy, prompt, tokens, step=row.task["step"], bits=32)
     assert row.bytes_high_water == pytest.approx(high, rel=0.05)
 
@@ -69,3 +77,15 @@ def test_high_water_by_hand() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             predict_high_water(SHAPE, Strategy(), **wrong)
+
+
+def test_readme_shows_the_rows() -> None:
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, root / "tools/tables.py", "--check"], capture_output=True, text=True, cwd=root, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -21,9 +21,9 @@ def run(ledger: Ledger, limit: int = 10_000) -> list[Request]:
     raise AssertionError("not finished: somebody starves")
 
 
-def test_a_soak(soak_requests=2000):
+def test_a_soak():
     """Arrivals in bursts, shared beginnings of three tenants, cancels, deadlines, forks, blocks too few, and a pool that refuses one time in twenty."""
-    dice = random.Random(7)
+    dice, soak_requests = random.Random(7), 2000
     for number, how in enumerate(
         (
             {"preempt": "recompute"},
