@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def constraints(found: Sequence["Constraint"], *, title: str = "What binds the full cache") -> go.Figure:
     """Each need in percent of its limit; what passes 100% binds."""
     fig = style.layout(go.Figure(), title, "need (% of the limit)", "", height=110 + 40 * max(1, len(found)))
-    fig.add_trace(go.Bar(name="need", orientation="h"))
+    fig.add_trace(go.Bar(name="need", orientation="h", showlegend=False))
     fig.add_vline(x=100, line={"color": style.INK, "dash": "dot"})
     fig.update_yaxes(autorange="reversed", automargin=True)
     return update_constraints(fig.update_layout(hovermode="closest", showlegend=False), found)
@@ -37,14 +37,16 @@ def update_constraints(fig: go.Figure, found: Sequence["Constraint"]) -> go.Figu
             hovertext=[str(one) for one in found],
             hoverinfo="text",
         )
-        fig.update_layout(xaxis={"range": [0, 1.15 * max([120, *shares])]}, height=110 + 40 * max(1, len(found)))
+        fig.update_layout(
+            xaxis={"range": [0, 1.15 * max([120, *shares])]}
+        )  # a height that changes would lose the width of its place
     return fig
 
 
 def options(made: "Advice | None", *, title: str = "What each option takes") -> go.Figure:
     """Bytes on the devices for each sequence, in the order to try; what meets the limits in the hue of store, keep or place, what fails pale."""
     fig = style.layout(go.Figure(), title, "cache of one sequence (GB)", "", height=420)
-    fig.add_trace(go.Bar(name="bytes", orientation="h"))
+    fig.add_trace(go.Bar(name="bytes", orientation="h", showlegend=False))
     fig.update_yaxes(autorange="reversed", automargin=True)
     fig.update_layout(hovermode="closest", showlegend=False)
     return fig if made is None else update_options(fig, made)
@@ -56,11 +58,15 @@ HUE = {0: style.FULL, 1: style.STORE, 2: style.KEEP, 3: style.PLACE, 4: style.IN
 def update_options(fig: go.Figure, made: "Advice") -> go.Figure:
     rows = made.options
     size, unit = style.unit(max(row.bytes for row in rows))
+    largest = max(row.bytes for row in rows) / size
     with fig.batch_update():
         style.trace(fig, "bytes").update(
             x=[row.bytes / size for row in rows],
-            y=[str(row.strategy) for row in rows],
-            text=[f"{size_text(row.bytes)}, {1e3 * row.step:.1f} ms" + ("" if row.meets else ", fails") for row in rows],
+            y=[str(number) for number in range(1, len(rows) + 1)],
+            text=[
+                f"{row.strategy}: {size_text(row.bytes)}, {1e3 * row.step:.1f} ms" + ("" if row.meets else ", fails")
+                for row in rows
+            ],
             textposition="outside",
             cliponaxis=False,
             marker={"color": [HUE[row.stage] for row in rows], "opacity": [1.0 if row.meets else 0.35 for row in rows]},
@@ -68,11 +74,8 @@ def update_options(fig: go.Figure, made: "Advice") -> go.Figure:
             hoverinfo="text",
         )
         fig.update_layout(
-            height=110 + 26 * len(rows),
-            xaxis={
-                "title": {"text": f"cache of one sequence ({unit})"},
-                "range": [0, 1.5 * max(row.bytes for row in rows) / size],
-            },
+            xaxis={"title": {"text": f"cache of one sequence ({unit})"}, "range": [0, 3.2 * largest]},
+            yaxis={"type": "category", "autorange": False, "range": [len(rows) - 0.5, -0.5]},  # a browser turns "reversed" back
         )
     return fig
 
@@ -91,7 +94,7 @@ def roofline(points: Sequence["Point"], bandwidth: float, peak: float, *, title:
     fig = style.layout(go.Figure(), title, "FLOP a byte", "FLOP a second", height=380)
     for name in ("roof", "prefill", "decode"):
         fig.add_trace(go.Scatter(name=name))
-    fig.update_xaxes(type="log", exponentformat="power").update_yaxes(type="log", exponentformat="power")
+    fig.update_xaxes(type="log", exponentformat="power", dtick=1).update_yaxes(type="log", exponentformat="power", dtick=1)
     return update_roofline(fig.update_layout(hovermode="closest"), points, bandwidth, peak)
 
 
@@ -145,20 +148,14 @@ def waterfall(steps: Sequence["Step"], *, title: str = "A recipe, layer by layer
     share = [100 * step.device / step.reference for step in steps]
     falls = [share[0], *(after - before for before, after in itertools.pairwise(share)), share[-1]]
     fig = style.layout(go.Figure(), title, "", "on the device (% of a 16-bit cache)", height=400)
+    costs = [f"{step.name}<br>KL {step.kl:.3f}<br>{1e3 * step.per_token:.0f} ms a token" for step in steps]
     fig.add_trace(
         go.Waterfall(
             name="bytes",
-            x=[*(step.name for step in steps), "what is left"],
+            x=[*costs, "what is left"],
             y=falls,
             measure=["absolute", *["relative"] * (len(steps) - 1), "total"],
-            text=[
-                f"{share[0]:.0f}%",
-                *(
-                    f"{fall:+.0f}%<br>KL {step.kl:.3f}<br>{1e3 * step.per_token:.0f} ms a token"
-                    for fall, step in zip(falls[1:], steps[1:], strict=False)
-                ),
-                f"{share[-1]:.1f}%",
-            ],
+            text=[f"{share[0]:.0f}%", *(f"{fall:+.0f}%" for fall in falls[1:-1]), f"{share[-1]:.1f}%"],
             textposition="outside",
             cliponaxis=False,
             increasing={"marker": {"color": style.DANGER}},
@@ -167,7 +164,7 @@ def waterfall(steps: Sequence["Step"], *, title: str = "A recipe, layer by layer
             connector={"line": {"color": style.FULL, "dash": "dot"}},
         )
     )
-    return fig.update_layout(hovermode="closest", showlegend=False, yaxis={"range": [0, 1.3 * max(share)]})
+    return fig.update_layout(hovermode="closest", showlegend=False, yaxis={"range": [-0.1 * max(share), 1.15 * max(share)]})
 
 
 def waterfall_summary(steps: Sequence["Step"]) -> str:

@@ -39,6 +39,11 @@ WRITTEN = {
         "from kvlab import Strategy, keep, texts\nfrom kvlab.panels.river import TokenRiver",
         "TokenRiver(None, texts.reference_text()[:400], Strategy(keep=keep.HeavyHitter(budget=32, recent=8)))",
     ),
+    "advisor": ("from kvlab.panels.advisor import Advisor", "Advisor()"),
+    "blind": (
+        "from kvlab import texts\nfrom kvlab.panels.blind import BlindTest",
+        "BlindTest(None, None, texts.reference_text()[:8000], out='votes.jsonl', seed=1)",
+    ),
 }
 """Notebooks with one panel on a short text: name -> cells."""
 

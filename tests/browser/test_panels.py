@@ -20,11 +20,13 @@ CARDS = {
     ),
     "06_low_rank_and_merging": ("what the first directions keep", "rank needed by layer", "what is lost"),
     "07_offloading": ("one decode step", "bytes on the device", "the same bytes over other links"),
+    "advisor": ("1 profile", "2 what binds", "3 what to try, in order", "4 measure quality", "5 where a step stands"),
     "river": ("token river", "attention on what is gone", "what each head still sees", "which layers hold alike"),
 }
 MOVES = {
     "river": ("token", r"Token \d+ “"),
     "07_offloading": ("tokens", "A step takes"),
+    "advisor": ("context", "A token takes"),
 }  # the slider that is moved, and what the first card then says
 
 
@@ -84,7 +86,7 @@ def test_it_can_be_read_and_moved(open_notebook: Opened, name: str) -> None:
     readable(panel, titles)
     before = panel.text(titles[0])
     label, said = MOVES.get(name, ("layer", "ayer 11"))
-    panel.press(panel.handle("look-at", label), "ArrowLeft")
+    panel.press(panel.handle("load" if name == "advisor" else "look-at", label), "ArrowLeft")
     panel.done()
     assert panel.text(titles[0]) != before
     assert re.search(said, panel.text(titles[0]))
@@ -98,5 +100,24 @@ def test_it_can_be_read_and_moved(open_notebook: Opened, name: str) -> None:
     readable(panel, titles)
     assert len({round(panel.card(title).bounding_box()["x"]) for title in titles}) == 1  # one column
     panel.shot(f"{name.partition('_')[0]}-narrow-dark")
+    assert page.faults == []
+    page.close()
+
+
+@pytest.mark.skipif(not ALL, reason="make nightly runs it")
+def test_a_vote_by_keyboard(open_notebook: Opened) -> None:
+    page = opened(open_notebook, "blind")
+    page.wait_for_selector(".kvlab")
+    panel = Panel(page)
+    panel.done()
+    before = panel.text("which is the full cache?")
+    assert "One of the two" in before or "nothing to tell apart" in before
+    name = "A is the full cache" if "One of the two" in before else "Next text"
+    panel.button(name).focus()
+    page.keyboard.press("Enter")
+    panel.done()
+    assert panel.text("which is the full cache?") != before
+    assert name == "Next text" or "1 of 1 votes" in panel.text("told apart?") or "0 of 1 votes" in panel.text("told apart?")
+    panel.shot("blind-voted")
     assert page.faults == []
     page.close()
