@@ -417,6 +417,23 @@ def forward(model: nn.Module, ids: Tensor, cache: Cache, padding: Tensor | None 
     return logits[:, -1:] if last else logits
 
 
+def packed_forward(model: nn.Module, ids: Tensor, positions: Tensor, cache: Cache, last: Tensor) -> Tensor:
+    """One forward pass over the new tokens of several requests in one row -> logits float32 ``[n, vocabulary]`` of the places ``last`` (int64 ``[n]``).
+
+    ``ids``, ``positions``: int64 ``[1, tokens]``. Raises ``UnsupportedModel`` where a model cannot be told positions.
+    """
+    names = _arguments(type(model).forward)
+    if "position_ids" not in names:
+        raise UnsupportedModel(f"{type(model).__name__} takes no position_ids, so requests cannot share a row")
+    device = next(model.parameters()).device
+    extra: dict[str, Any] = {"cache" if "cache" in names else "past_key_values": cache, "use_cache": True}
+    if "logits_to_keep" in names:
+        extra["logits_to_keep"] = last.to(device)
+    with torch.inference_mode():
+        logits = model(input_ids=ids.to(device), position_ids=positions.to(device), **extra).logits
+    return (logits[0] if "logits_to_keep" in names else logits[0, last.to(device)]).float()
+
+
 @functools.cache
 def _arguments(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)

@@ -83,10 +83,11 @@ def app() -> "typer.Typer":
         ] = None,
         concurrency: Annotated[int, typer.Option(help="Requests at once, for --endpoint.")] = 4,
         requests: Annotated[int, typer.Option(help="Requests in all, for --endpoint; every second one repeats a prompt.")] = 16,
+        key: Annotated[str, typer.Option(help="The API key of --endpoint.")] = "",
     ) -> None:
         """Measure strategies at tasks, the full cache as control: bytes, quality with the cache in the loop, recall, times; or a served model."""
         if endpoint:
-            served(endpoint, model, concurrency, requests, typer.echo)
+            served(endpoint, model, concurrency, requests, key, typer.echo)
             return
         import contextlib
 
@@ -153,6 +154,38 @@ def app() -> "typer.Typer":
             if out and rows:
                 command = "kvlab compare" + "".join(f" --strategy '{text}'" for text in strategy or [])
                 record(out, rows, lab, against, command)
+
+    @commands.command()
+    def serve(
+        model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,
+        strategy: Annotated[
+            str, typer.Option(help="What goes into the blocks: Dense, Int with 8 or 4 bits, Fp8; a name or code.")
+        ] = "full",
+        kv_memory: Annotated[str, typer.Option(help="Bytes of all blocks, such as '256 MB'.")] = "256 MB",
+        block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+        prefix_caching: Annotated[bool, typer.Option(help="Share beginnings that are the same.")] = True,
+        port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+        host: Annotated[str, typer.Option(help="Who may come in: this machine only, unless you say otherwise.")] = "127.0.0.1",
+        key: Annotated[str | None, typer.Option(help="What clients must send as their API key; a new one if not given.")] = None,
+    ) -> None:
+        """Serve a model through OpenAI's API (completions and chat, streaming): paged, batched continuously, prefixes shared. To try and to measure."""
+        import kvlab
+        from kvlab.serving import Engine
+        from kvlab.serving.server import serve as run_server
+
+        chosen = kvlab.Strategy() if strategy == "full" else read_strategy(strategy)
+        engine = Engine(kvlab.load(model), chosen, kv_memory=kv_memory, block_size=block_size, prefix_caching=prefix_caching)
+
+        def ready(address: str, given: str, stop: Callable[[], object]) -> None:
+            typer.echo(f"{engine.pool.blocks} blocks of {block_size} tokens at {address}, key {given}")
+            sys.stdout.flush()
+
+        try:
+            run_server(engine, host=host, port=port, key=key, ready=ready)
+        except KeyboardInterrupt:
+            typer.echo("stopped")
+        except OSError as error:
+            raise ValueError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
     @commands.command()
     def study(
@@ -252,7 +285,7 @@ SIDE_BY_SIDE = (
 )
 
 
-def served(url: str, model: str, concurrency: int, requests: int, say: Callable[[str], object]) -> None:
+def served(url: str, model: str, concurrency: int, requests: int, key: str, say: Callable[[str], object]) -> None:
     """Send stretches of the reference text to a server, each twice, and print what came: times, throughput, the effect of prompts sent before."""
     import time
 
@@ -264,7 +297,7 @@ def served(url: str, model: str, concurrency: int, requests: int, say: Callable[
     order = [*prompts[::2], *prompts[1::2]]  # all of them once, then again
     with watched(url) as seen:
         begun = time.perf_counter()
-        rows = measure_endpoint(url, model=model, prompts=order, concurrency=concurrency)
+        rows = measure_endpoint(url, model=model, prompts=order, concurrency=concurrency, key=key)
         took = time.perf_counter() - begun
     say(str(summary(rows, order, took, seen.most)))
 

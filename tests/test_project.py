@@ -133,7 +133,7 @@ LEVELS: list[set[str]] = [
     {"attention", "history", "saving"},
     {"layer"},
     {"cache"},
-    {"chat", "parking"},
+    {"chat", "parking", "replay"},
     {"lab"},
     {"measure", "serving"},
     {"advise", "export", "plots"},

@@ -59,6 +59,7 @@ class Scheduler:
         token_budget: tokens of a step, decode steps before pieces of prompts (chunked prefill).
         max_running: requests at once.
         preempt: what becomes of the youngest request where blocks run out: "recompute" forgets its keys and values, "swap" puts them away.
+        partial: a block that begins like a text and goes on otherwise is copied as far as it is alike; not where full blocks are codes.
         window, sinks: of a model or strategy that sees so far only; blocks that fell out are given back. Not beside a tree.
 
     Raises ``ValueError`` for what is out of range or does not go together.
@@ -67,6 +68,7 @@ class Scheduler:
     def __init__(
         self, pool: BlockPool, tree: PrefixTree | None = None, *, batching: str = "continuous", reserve: str = "blocks", token_budget: int = 512,
         max_running: int = 64, preempt: str = "recompute", window: int | None = None, sinks: int = 0,
+        partial: bool = True,
     ) -> None:  # fmt: skip
         for name, chosen, allowed in (
             ("batching", batching, BATCHING),
@@ -84,7 +86,7 @@ class Scheduler:
             raise ValueError("the prefix tree lends blocks of another pool")
         self.pool, self.tree, self.batching, self.reserve = pool, tree, batching, reserve
         self.token_budget, self.max_running, self.preempt = token_budget, max_running, preempt
-        self.window, self.sinks = window, sinks
+        self.window, self.sinks, self.partial = window, sinks, partial
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # the oldest first
         self.requests: dict[str, Request] = {}  # that are not finished
@@ -199,7 +201,7 @@ class Scheduler:
         found = self.tree.match(request.tokens, request.salt)
         self.pool.share(found.blocks)
         request.blocks, request.computed = list(found.blocks), len(found.blocks) * self.pool.block_size
-        if found.partial is not None:
+        if found.partial is not None and self.partial:
             self.pool.share([found.partial])
             plan.held.append(found.partial)
             (own,) = self._take(1)

@@ -1,0 +1,391 @@
+"""Pages: keys and values of many requests in the blocks of one pool, and attention over them.
+
+A block is written down when it is full: as it is, or as codes. Until then its tokens are plain. A query reads the blocks before its own as they were written
+down, and its own block plain; so what a token sees depends on nothing but the tokens before it: not on pieces, on neighbours, or on who read a block first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvlab import attention
+from kvlab.cache import KVCache
+from kvlab.geometry import Geometry
+from kvlab.keep.window import Window
+from kvlab.serving.scheduler import Work
+from kvlab.store.codes import Coding, quantize
+from kvlab.store.dense import Dense
+from kvlab.store.fp8 import Fp8
+from kvlab.store.int import Int
+from kvlab.strategy import Strategy
+from kvlab_kernels.layout import Codes, dequantize, pack
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a full block is written. ``coding`` None: as the model made it. ``key_axis``: "channel" where the tokens of a block share scales, else "token"."""
+
+    coding: Coding | None = None
+    key_axis: str = "token"
+    groups: tuple[int, int] = (0, 0)  # channels that share a scale: of keys (token axis), of values
+
+    def bytes(self, size: int, key_dim: int, value_dim: int, plain: int) -> float:
+        """Of one head's block of ``size`` tokens; ``plain``: bytes of a plain number."""
+        if self.coding is None:
+            return float(size * (key_dim + value_dim) * plain)
+        numbers = self.coding.scale_dtype.itemsize * (2 if self.coding.zeros else 1)
+        codes = size * (key_dim + value_dim) * self.coding.bits / 8
+        scales = key_dim if self.key_axis == "channel" else size * key_dim / self.groups[0]
+        return codes + numbers * (scales + size * value_dim / self.groups[1])
+
+
+def format_of(strategy: Strategy, size: int, key_dim: int, value_dim: int) -> Format:
+    """Raises ``ValueError`` for a strategy that does not go into blocks of ``size`` tokens: which part, and why."""
+    store, kinds = strategy.store, "Dense, Int with 8 or 4 bits, Fp8"
+    keep = type(strategy.keep).__name__
+    if keep not in ("Everything", "Window"):
+        raise ValueError(
+            f"keep.{keep} cannot be paged: it drops single tokens, and blocks are given back whole (allowed: Everything, Window)"
+        )
+    if isinstance(strategy.keep, Window) and strategy.keep.positions != "true":
+        raise ValueError("Window: positions='cache' cannot be paged (allowed: true)")
+    if type(strategy.place).__name__ != "Resident":
+        raise ValueError("a place cannot be paged: whole requests are put away instead, with preempt='swap' (allowed: Resident)")
+    if type(store) is Dense:
+        return Format()
+    if type(store) is Fp8:
+        if store.residual:
+            raise ValueError(
+                f"Fp8: residual={store.residual} cannot be paged: the tokens of the last block are plain already (allowed: 0)"
+            )
+        return Format(Coding(8, torch.float16, format=store.format), "token", (key_dim, value_dim))
+    if type(store) is Int and store.bits in (8, 4):
+        if store.residual or store.sinks_exact:
+            raise ValueError(
+                f"Int: residual={store.residual} and sinks_exact={store.sinks_exact} cannot be paged: the tokens of the last block are plain already (allowed: 0)"
+            )
+        if store.key_axis == "tensor":
+            raise ValueError("Int: key_axis='tensor' cannot be paged (allowed: channel, token)")
+        groups = (min(store.group_size, key_dim), min(store.group_size, value_dim))
+        if key_dim % groups[0] or value_dim % groups[1]:
+            raise ValueError(f"Int: group_size={store.group_size} does not divide the head dims {key_dim} and {value_dim}")
+        return Format(store.coding, store.key_axis, groups)
+    raise ValueError(f"store.{type(store).__name__} cannot be paged (allowed: {kinds})")
+
+
+class _Side:
+    """Keys or values of one layer: full blocks, and plain tokens of those that are not full yet."""
+
+    def __init__(
+        self, blocks: int, heads: int, size: int, dim: int, like: Tensor, coding: Coding | None, axis: str, group: int
+    ) -> None:
+        self.size, self.coding, self.axis, self.group = size, coding, axis, group
+        self.plain = torch.zeros((blocks, heads, size, dim) if coding is None else (0,), dtype=like.dtype, device=like.device)
+        self.open: dict[int, Tensor] = {}  # block -> its tokens so far, [heads, n, dim], where full ones are codes
+        if coding is not None:
+            scales = (blocks, heads, 1, dim) if axis == "channel" else (blocks, heads, size, dim // group)
+            self.codes = torch.zeros((blocks, heads, size, dim * coding.bits // 8), dtype=torch.uint8, device=like.device)
+            self.scale = torch.zeros(scales, dtype=coding.scale_dtype, device=like.device)
+            self.zero = torch.zeros_like(self.scale) if coding.zeros else None
+
+    def write(self, x: Tensor, table: Sequence[int], start: int) -> Tensor:
+        """Tokens ``x`` ``[heads, n, dim]`` at ``start`` of a request -> the plain tokens from the beginning of the first one's block on."""
+        begin, end = start // self.size * self.size, start + x.shape[1]
+        if self.coding is None:
+            places = torch.arange(start, end)
+            at = torch.tensor(table)[places // self.size]
+            self.plain[at, :, places % self.size] = x.transpose(0, 1).to(self.plain.dtype)
+            return x
+        if begin < start:
+            x = torch.cat([self.open[table[begin // self.size]], x], 1)
+        full = (end - begin) // self.size
+        if full:
+            blocks = torch.tensor(table[begin // self.size : begin // self.size + full])
+            self._encode(x[:, : full * self.size].unflatten(1, (full, self.size)).transpose(0, 1), blocks)
+            for block in blocks.tolist():
+                self.open.pop(block, None)
+        if begin + full * self.size < end:
+            self.open[table[begin // self.size + full]] = x[:, full * self.size :].clone()
+        return x
+
+    def _encode(self, x: Tensor, blocks: Tensor) -> None:
+        """Full blocks ``[n, heads, size, dim]``."""
+        assert self.coding is not None
+        grouped, dims = (x, (2,)) if self.axis == "channel" else (x.unflatten(3, (-1, self.group)), (4,))
+        codes, scale, zero = quantize(grouped, self.coding, dims)
+        self.codes[blocks] = pack(codes.reshape(x.shape), self.coding.bits)
+        self.scale[blocks] = scale if self.axis == "channel" else scale.squeeze(4)
+        if zero is not None and self.zero is not None:
+            self.zero[blocks] = zero if self.axis == "channel" else zero.squeeze(4)
+
+    def read(self, table: Tensor) -> Tensor:
+        """Whole blocks ``[..., n]`` of numbers -> ``[..., heads, n * size, dim]``."""
+        if self.coding is None:
+            rows = self.plain[table]
+        else:
+            flat = table.flatten()
+            zero = None if self.zero is None else self.zero[flat]
+            group = self.size if self.axis == "channel" else self.group
+            rows = dequantize(
+                Codes(self.codes[flat], self.scale[flat], zero, self.coding.bits, self.axis, group, None, self.coding.format)
+            )
+            rows = rows.view(*table.shape, *rows.shape[1:])
+        return rows.transpose(-4, -3).flatten(-3, -2)
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """The first ``count`` tokens of a block to another one."""
+        if self.coding is None:
+            self.plain[target, :, :count] = self.plain[source, :, :count]
+        else:
+            self.open[target] = self.open[source][:, :count].clone()
+
+    def tensors(self) -> list[Tensor]:
+        """What lies in blocks, first dim the block."""
+        if self.coding is None:
+            return [self.plain]
+        return [self.codes, self.scale, *([] if self.zero is None else [self.zero])]
+
+
+@dataclass
+class Step:
+    """What the layers are told before the model runs: ``works`` in the order of the packed tokens, and of each where its tokens begin among them."""
+
+    works: list[Work] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer of :class:`PagedCache`, as transformers and kvlab's attention see it."""
+
+    is_croppable = False
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+    is_initialized = True
+
+    def __init__(self, cache: PagedCache, number: int, keys: _Side, values: _Side) -> None:
+        super().__init__()
+        self.cache, self.number, self.key_pages, self.value_pages = cache, number, keys, values
+        self.new: tuple[Tensor, Tensor] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    @property
+    def seen(self) -> int:
+        """As attention checks positions: of the last packed token's request."""
+        last = self.cache.step.works[-1]
+        return last.start + last.count
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[attention.Handle, attention.Handle]:
+        self.new = (key_states[0], value_states[0])
+        handle = attention.Handle(self)  # type: ignore[arg-type]
+        return handle, handle
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def abandon(self) -> None:
+        self.new = None
+
+    def attend(self, query: Tensor, rule: attention.Rule, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
+        """Write the new tokens to their blocks, then attend: queries ``[1, Hq, packed, D]`` -> ``[1, Hq, packed, Dv]``."""
+        assert self.new is not None
+        keys, values = self.new
+        self.new = None
+        out = query.new_empty((1, query.shape[1], query.shape[2], values.shape[2]))
+        singles: list[tuple[int, Work]] = []
+        plain: dict[int, tuple[Tensor, Tensor]] = {}
+        for start, work in zip(self.cache.step.starts, self.cache.step.works, strict=True):
+            table, own = work.request.blocks, slice(start, start + work.count)
+            plain[start] = (
+                self.key_pages.write(keys[:, own], table, work.start),
+                self.value_pages.write(values[:, own], table, work.start),
+            )
+        for start, work in zip(self.cache.step.starts, self.cache.step.works, strict=True):
+            if work.count == 1 and self.cache.coding is None:
+                singles.append((start, work))
+                continue
+            own = slice(start, start + work.count)
+            out[:, :, own] = self._piece(query[:, :, own], work, *plain[start], rule, scale, softcap, sinks)
+        if singles:
+            at = torch.tensor([start for start, _ in singles])
+            out[0, :, at] = self._singles(query[0, :, at], [work for _, work in singles], rule, scale, softcap, sinks)
+        return out
+
+    def _singles(
+        self, query: Tensor, works: list[Work], rule: attention.Rule, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """One query each, ``[Hq, n, D]``, of several requests of any lengths -> ``[Hq, n, Dv]``."""
+        size = self.cache.block_size
+        ends = [work.start + 1 for work in works]
+        most = -(-max(ends) // size)
+        table = torch.tensor(
+            [
+                [max(0, block) for block in work.request.blocks[:most]] + [0] * (most - len(work.request.blocks[:most]))
+                for work in works
+            ]
+        )
+        k, v = self.key_pages.read(table), self.value_pages.read(table)  # [n, Hk, most * size, D]
+        places, last = torch.arange(most * size).view(1, -1), torch.tensor(ends).view(-1, 1) - 1
+        seen = self._seen(last, places)
+        if not rule.causal:
+            seen = seen & self._allowed(rule, last, places)
+        seen = seen & self._there(works, most)
+        return (
+            _attend(query.transpose(0, 1).unsqueeze(2), k, v, seen[:, None, None], scale, softcap, sinks)
+            .squeeze(2)
+            .transpose(0, 1)
+        )
+
+    def _piece(
+        self,
+        query: Tensor,
+        work: Work,
+        keys: Tensor,
+        values: Tensor,
+        rule: attention.Rule,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Several queries of one request, ``[1, Hq, n, D]``; ``keys``, ``values``: plain, from the beginning of its first query's block on (codes), or new ones."""
+        size, end = self.cache.block_size, work.start + work.count
+        if work.start == 0 and self.cache.coding is None and self.cache.window is None and attention.plain(rule, softcap, sinks):
+            group = query.shape[1] > keys.shape[0]
+            return F.scaled_dot_product_attention(
+                query, keys[None], values[None], is_causal=work.count > 1, scale=scale, enable_gqa=group
+            )
+        whole = -(-end // size) if self.cache.coding is None else end // size
+        blocks = torch.tensor([max(0, block) for block in work.request.blocks[:whole]], dtype=torch.int64)
+        places, queries = torch.arange(whole * size).view(1, -1), torch.arange(work.start, end).view(-1, 1)
+        seen = self._seen(queries, places)
+        k, v = self.key_pages.read(blocks), self.value_pages.read(blocks)
+        seen = seen & self._there([work], whole)
+        if self.cache.coding is not None:  # blocks before the query's own as they were written, its own plain
+            own = queries // size * size
+            near = torch.arange(work.start // size * size, end).view(1, -1)
+            seen = torch.cat([(places < own) & seen, (near >= own) & self._seen(queries, near)], 1)
+            places = torch.cat([places, near], 1)
+            k, v = torch.cat([k.to(keys.dtype), keys], 1), torch.cat([v.to(values.dtype), values], 1)
+        if not rule.causal:
+            seen = seen & self._allowed(rule, queries, places)
+        return _attend(query, k[None], v[None], seen[None, None], scale, softcap, sinks)
+
+    def _seen(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Causal, and within the strategy's window or among its sinks."""
+        seen = keys <= queries
+        if self.cache.window is not None:
+            seen = seen & ((keys >= queries - self.cache.window) | (keys < self.cache.sinks))
+        return seen
+
+    def _there(self, works: list[Work], blocks: int) -> Tensor:
+        """Which places lie in blocks that were not given back: bool ``[n, blocks * size]``."""
+        rows = [[block >= 0 for block in work.request.blocks[:blocks]] for work in works]
+        held = torch.tensor([row + [False] * (blocks - len(row)) for row in rows], dtype=torch.bool)
+        return held.repeat_interleave(self.cache.block_size, 1)
+
+    def _allowed(self, rule: attention.Rule, queries: Tensor, keys: Tensor) -> Tensor:
+        zero = torch.zeros((), dtype=torch.int64)
+        allowed = rule.allowed(zero, zero, queries, keys)
+        return allowed if isinstance(allowed, Tensor) else torch.tensor(allowed)
+
+
+def _attend(
+    query: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """``query`` ``[n, Hq, q, D]``, keys and values ``[n, Hk, m, D]``, ``seen`` bool ``[n, 1, q, m]`` -> ``[n, Hq, q, Dv]``."""
+    group = query.shape[1] // k.shape[1]
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(
+            query, k.to(query.dtype), v.to(query.dtype), attn_mask=seen, scale=scale, enable_gqa=group > 1
+        )
+    grouped = query.unflatten(1, (k.shape[1], group)).float()
+    scores = grouped @ k.float().unsqueeze(2).mT * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = attention._softmax(scores.masked_fill(~seen.unsqueeze(1), float("-inf")), sinks)
+    return (weights @ v.float().unsqueeze(2)).flatten(1, 2).to(query.dtype)
+
+
+class PagedCache(Cache):
+    """All layers' pages. The engine sets ``step`` before each forward pass over the packed tokens of all requests.
+
+    Raises ``ValueError`` for a strategy that cannot be paged, ``UnsupportedModel`` as :class:`kvlab.KVCache`, whose checks it shares.
+    """
+
+    def __init__(self, model: torch.nn.Module, strategy: Strategy, blocks: int, block_size: int) -> None:
+        probe = KVCache(model, Strategy())
+        self._plain, self.block_size, self.step = probe, block_size, Step()
+        keep = strategy.keep
+        self.window: int | None = keep.size if isinstance(keep, Window) else None
+        self.sinks = keep.sinks if isinstance(keep, Window) else 0
+        shapes = shapes_of(model)
+        like = torch.empty(0, dtype=next(model.parameters()).dtype, device=probe.device)
+        layers = []
+        for number, (heads, key_dim, value_dim) in enumerate(shapes):
+            made = format_of(strategy, block_size, key_dim, value_dim)
+            self.coding = made.coding
+            keys = _Side(blocks, heads, block_size, key_dim, like, made.coding, made.key_axis, made.groups[0])
+            values = _Side(blocks, heads, block_size, value_dim, like, made.coding, "token", made.groups[1])
+            layers.append(PagedLayer(self, number, keys, values))
+        super().__init__(layers=layers)
+
+    def check_module(self, module: torch.nn.Module) -> None:
+        self._plain.check_module(module)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._plain.model
+
+    @property
+    def bytes(self) -> int:
+        """Of all blocks, and of the plain tokens beside them."""
+        sides = [side for layer in self.layers for side in (layer.key_pages, layer.value_pages)]
+        return sum(x.nbytes for side in sides for x in (*side.tensors(), *side.open.values()))
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        for layer in self.layers:
+            layer.key_pages.copy(source, target, count)
+            layer.value_pages.copy(source, target, count)
+
+    def take_out(self, blocks: list[int]) -> list[list[Tensor]]:
+        """The content of blocks, in the host's memory: of each layer and side its tensors, then the plain tokens of blocks that are not full."""
+        saved = []
+        for layer in self.layers:
+            for side in (layer.key_pages, layer.value_pages):
+                saved.append(
+                    [x[blocks].cpu() for x in side.tensors()] + [side.open[block].cpu() for block in blocks if block in side.open]
+                )
+        return saved
+
+    def bring_back(self, blocks: list[int], saved: list[list[Tensor]]) -> None:
+        """The inverse of :meth:`take_out`, into other blocks."""
+        for layer in self.layers:
+            for side in (layer.key_pages, layer.value_pages):
+                found = saved.pop(0)
+                for x, own in zip(side.tensors(), found, strict=False):
+                    x[blocks] = own.to(x.device)
+                for own in found[len(side.tensors()) :]:  # only the last block may not be full
+                    side.open[blocks[-1]] = own.to(self._plain.device)
+
+
+def shapes_of(model: torch.nn.Module) -> list[tuple[int, int, int]]:
+    """KV heads, key dim and value dim of each layer that has a cache of its own."""
+    return [
+        (layer.kv_heads, layer.key_dim, layer.value_dim) for layer in Geometry.from_config(model.config).layers if layer.kv_heads
+    ]
