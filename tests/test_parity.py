@@ -1,6 +1,6 @@
 """Thousands of drawn cases: any family, any strategy with a budget that covers the text, any batch, padding and pieces, several turns.
 
-``KVLAB_CASES`` says how many (200 by default, 10,000 in ``make nightly``).
+``KVLAB_CASES`` says how many (120 by default, 10,000 in ``make nightly``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.reference import plain
 from tests.strategies import full_budget
 
 LENGTH = 48
-CASES = int(os.environ.get("KVLAB_CASES", "200"))
+CASES = int(os.environ.get("KVLAB_CASES", "120"))
 STRATEGIES = full_budget(LENGTH)
 
 

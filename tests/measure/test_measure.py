@@ -253,6 +253,7 @@ def _nothing_is_lost_on_a_real_model(lab, against):
         assert int((~clear).sum()) <= 3  # near ties, counted
 
 
+@pytest.mark.nightly
 def test_the_real_model_by_the_reference_protocol():
     """SmolLM2, shortened: int8 is the full cache but for noise, a window without sinks is not; the pass key is found, or lost."""
     from kvlab.measure import needle

@@ -102,7 +102,8 @@ def test_every_page_is_written_once(llama, device):
     assert {span.bytes for span in writes} == {page} and len(writes) == 3 * 2 * 2  # layers, keys and values, tokens 48 and 64
     fetched = sum(2 * 3 * page * ((33 + step) // 16) for step in range(40))
     ahead = 2 * page * ((33 + 40) // 16)  # the next step's first layer
-    assert line.bytes("fetch") in (fetched, fetched - 2 * page * 2 + ahead)
+    more = line.bytes("fetch") - (fetched - 2 * page * 2)  # without the first step's first layer, fetched before
+    assert more in (0, ahead // 2, ahead, 2 * page * 2)  # what comes ahead may still be on its way
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -470,6 +471,7 @@ def test_a_closed_cache_says_so_and_a_relative_folder_is_where_it_was(llama, ids
     assert not list((tmp_path / "here").iterdir())
 
 
+@pytest.mark.nightly
 def test_a_process_killed_while_it_writes_leaves_nothing_for_long(tmp_path):
     code = (
         "import os, torch\n"

@@ -14,7 +14,7 @@ pytest.importorskip("tornado")
 import httpx
 
 from kvlab.lab import Lab
-from kvlab.measure.endpoint import measure_endpoint, summary
+from kvlab.measure.endpoint import measure_endpoint, summary, watched
 from kvlab.serving import Engine, Sampling
 from kvlab.serving.server import serve
 from tests.panels.conftest import Characters
@@ -170,3 +170,30 @@ def test_an_engine_that_fails_tells_those_who_wait_and_serves_the_next(
         ]
         == 4
     )
+
+
+@pytest.mark.nightly
+@pytest.mark.model
+def test_the_labs_own_model_in_a_process_of_its_own() -> None:
+    """`kvlab serve` and `kvlab measure --endpoint`, as people start them; then the server is gone, and that is a row with a reason."""
+    import re
+    import subprocess
+    import sys
+
+    line = [sys.executable, "-c", "from kvlab.cli import main; main()", "serve", "--port", "0", "--kv-memory", "64 MB"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            found = re.search(r"blocks of 16 tokens at (\S+), key (\S+)", process.stdout.readline())
+            assert found is not None
+            address, key = found.groups()
+            prompts = ["The secret pass key is 48213. " * 20 + str(number) for number in range(4)]
+            order = [*prompts, *prompts]
+            with watched(address) as seen:
+                rows = measure_endpoint(address, model="smollm2-135m", prompts=order, concurrency=4, max_tokens=12, key=key)
+            made = summary(rows, order, 1.0, seen.most)
+            assert not made.failed and made.repeated is not None and made.fresh is not None and made.repeated < made.fresh
+        finally:
+            process.terminate()
+    gone = measure_endpoint(address, model="smollm2-135m", prompts=prompts[:1], key=key)
+    assert not gone[0].ok and gone[0].why
