@@ -54,7 +54,7 @@ unit: $(VENV)/.test $(VENV)/.model
 oldest: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=40 $(PY) -m pytest -q -n 2 -k 'not (compiled or lookup or many_turns or a_thread or samples or several or repacked or (gives_the_tokens and (gemma2 or mistral)))' tests/test_cache.py tests/test_generate.py tests/test_parity.py
 
-# A process of their own: Triton reads at its first import whether to interpret.
+# A process of their own: Triton reads at its first import whether to interpret. Every second case; all of them in `make nightly`.
 kernels-test: $(VENV)/.test
 	TRITON_INTERPRET=1 $(PY) -m pytest -q -n 2 tests/kernels
 
@@ -86,7 +86,7 @@ nightly: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
 	KVLAB_PANELS=all $(PY) -m pytest -q tests/browser/test_panels.py
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST) $(PY) -m pytest -q tests/test_families.py tests/test_generate.py
 	KVLAB_CASES=10000 $(PY) -m pytest -q tests/test_parity.py
-	TRITON_INTERPRET=1 KVLAB_COMPILE=all KVLAB_SHAPES=40 $(PY) -m pytest -q -n 2 tests/kernels/test_compile.py tests/kernels/test_decode.py
+	TRITON_INTERPRET=1 KVLAB_KERNELS=all KVLAB_COMPILE=all KVLAB_SHAPES=40 $(PY) -m pytest -q -n 2 tests/kernels
 
 ## make clean      remove .venv and caches (not the model: `kvlab model` says where it lies)
 clean:
