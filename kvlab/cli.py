@@ -173,7 +173,7 @@ def app() -> "typer.Typer":
         from kvlab.serving import Engine
         from kvlab.serving.server import serve as run_server
 
-        chosen = kvlab.Strategy() if strategy == "full" else read_strategy(strategy)
+        chosen = read_strategy(strategy)
         engine = Engine(kvlab.load(model), chosen, kv_memory=kv_memory, block_size=block_size, prefix_caching=prefix_caching)
 
         def ready(address: str, given: str, stop: Callable[[], object]) -> None:
@@ -333,7 +333,7 @@ def read_strategy(text: str) -> "Strategy":
     from kvlab.measure.named import named
     from kvlab.strategy import AXES, Strategy, from_dict, methods
 
-    if (known_as := named().get(text.strip())) is not None:
+    if (known_as := (named() | {"full": Strategy()}).get(text.strip())) is not None:
         return known_as
 
     def value(node: ast.expr) -> Any:

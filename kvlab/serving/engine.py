@@ -23,7 +23,7 @@ from kvlab.cache import packed_forward
 from kvlab.keep.base import parse_bytes
 from kvlab.lab import Lab
 from kvlab.serving.block_pool import BlockPool
-from kvlab.serving.pages import PagedCache, Step, format_of, shapes_of
+from kvlab.serving.pages import PagedCache, format_of, shapes_of
 from kvlab.serving.prefix_tree import PrefixTree
 from kvlab.serving.request import FINISHED, Request, Sampling
 from kvlab.serving.scheduler import Plan, Scheduler
@@ -272,11 +272,11 @@ class Engine:
     def _run(self, plan: Plan) -> Tensor:
         """Logits of the last token of each work that makes one, float32 ``[n, vocabulary]``."""
         begun = self.clock()
-        starts = list(itertools.accumulate((work.count for work in plan.work), initial=0))
-        self.cache.step = Step(plan.work, starts[:-1])
+        self.cache.begin(plan.work)
+        starts = self.cache.step.starts
         ids = [token for work in plan.work for token in work.request.tokens[work.start : work.start + work.count]]
         places = [place for work in plan.work for place in range(work.start, work.start + work.count)]
-        last = [start + work.count - 1 for start, work in zip(starts, plan.work, strict=False) if work.makes]
+        last = [start + work.count - 1 for start, work in zip(starts, plan.work, strict=True) if work.makes]
         logits = packed_forward(
             self.lab.model, torch.tensor([ids]), torch.tensor([places]), self.cache, torch.tensor(last, dtype=torch.int64)
         )

@@ -6,8 +6,10 @@ down, and its own block plain; so what a token sees depends on nothing but the t
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -94,14 +96,13 @@ class _Side:
             self.scale = torch.zeros(scales, dtype=coding.scale_dtype, device=like.device)
             self.zero = torch.zeros_like(self.scale) if coding.zeros else None
 
+    def put(self, x: Tensor, blocks: Tensor, places: Tensor) -> None:
+        """Plain tokens ``x`` ``[heads, n, dim]``, each to its place of its block."""
+        self.plain[blocks, :, places] = x.transpose(0, 1).to(self.plain.dtype)
+
     def write(self, x: Tensor, table: Sequence[int], start: int) -> Tensor:
-        """Tokens ``x`` ``[heads, n, dim]`` at ``start`` of a request -> the plain tokens from the beginning of the first one's block on."""
+        """Where full blocks are codes: tokens ``x`` ``[heads, n, dim]`` at ``start`` of a request -> the plain tokens from the beginning of the first one's block on."""
         begin, end = start // self.size * self.size, start + x.shape[1]
-        if self.coding is None:
-            places = torch.arange(start, end)
-            at = torch.tensor(table)[places // self.size]
-            self.plain[at, :, places % self.size] = x.transpose(0, 1).to(self.plain.dtype)
-            return x
         if begin < start:
             x = torch.cat([self.open[table[begin // self.size]], x], 1)
         full = (end - begin) // self.size
@@ -152,12 +153,51 @@ class _Side:
         return [self.codes, self.scale, *([] if self.zero is None else [self.zero])]
 
 
-@dataclass
 class Step:
-    """What the layers are told before the model runs: ``works`` in the order of the packed tokens, and of each where its tokens begin among them."""
+    """What the layers are told before the model runs: ``works`` in the order of the packed tokens, ``starts``: where the tokens of each begin among them. What
+    all layers need of it is worked out once.
+    """
 
-    works: list[Work] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
+    def __init__(self, works: list[Work], size: int, device: torch.device) -> None:
+        self.works, self.size, self.device = works, size, device
+        self.starts = list(itertools.accumulate((work.count for work in works), initial=0))[:-1]
+
+    @functools.cached_property
+    def slots(self) -> tuple[Tensor, Tensor]:
+        """Of each packed token: its block, and its place there, int64 ``[tokens]``."""
+        places = [(work.request.blocks, place) for work in self.works for place in range(work.start, work.start + work.count)]
+        blocks, at = [table[place // self.size] for table, place in places], [place % self.size for _, place in places]
+        return self._tensor(blocks), self._tensor(at)
+
+    @functools.cached_property
+    def singles(self) -> list[int]:
+        """Which works are one token."""
+        return [number for number, work in enumerate(self.works) if work.count == 1]
+
+    @functools.cached_property
+    def single_rows(self) -> Tensor:
+        """Their places among the packed tokens."""
+        return self._tensor([self.starts[number] for number in self.singles])
+
+    @functools.cached_property
+    def single_last(self) -> Tensor:
+        """Their places in their requests, ``[n, 1]``."""
+        return self._tensor([self.works[number].start for number in self.singles]).view(-1, 1)
+
+    @functools.cached_property
+    def single_table(self) -> tuple[Tensor, Tensor]:
+        """Their blocks, as many for each (0 where there is none), and which of them are there, ``[n, blocks]``."""
+        return self.table([self.works[number] for number in self.singles])
+
+    def table(self, works: list[Work], whole: int | None = None) -> tuple[Tensor, Tensor]:
+        """The blocks of ``works``, ``whole`` of each or as many as the longest has tokens for."""
+        most = max(-(-(work.start + work.count) // self.size) for work in works) if whole is None else whole
+        rows = [work.request.blocks[:most] for work in works]
+        table = self._tensor([row + [-1] * (most - len(row)) for row in rows]).view(len(works), most)
+        return table.clamp(min=0), table >= 0
+
+    def _tensor(self, numbers: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
 
 class PagedLayer(CacheLayerMixin):
@@ -207,50 +247,34 @@ class PagedLayer(CacheLayerMixin):
         assert self.new is not None
         keys, values = self.new
         self.new = None
+        step, coded = self.cache.step, self.cache.coding is not None
         out = query.new_empty((1, query.shape[1], query.shape[2], values.shape[2]))
-        singles: list[tuple[int, Work]] = []
-        plain: dict[int, tuple[Tensor, Tensor]] = {}
-        for start, work in zip(self.cache.step.starts, self.cache.step.works, strict=True):
-            table, own = work.request.blocks, slice(start, start + work.count)
-            plain[start] = (
-                self.key_pages.write(keys[:, own], table, work.start),
-                self.value_pages.write(values[:, own], table, work.start),
-            )
-        for start, work in zip(self.cache.step.starts, self.cache.step.works, strict=True):
-            if work.count == 1 and self.cache.coding is None:
-                singles.append((start, work))
-                continue
+        if not coded:
+            self.key_pages.put(keys, *step.slots)
+            self.value_pages.put(values, *step.slots)
+        for start, work in zip(step.starts, step.works, strict=True):
             own = slice(start, start + work.count)
-            out[:, :, own] = self._piece(query[:, :, own], work, *plain[start], rule, scale, softcap, sinks)
-        if singles:
-            at = torch.tensor([start for start, _ in singles])
-            out[0, :, at] = self._singles(query[0, :, at], [work for _, work in singles], rule, scale, softcap, sinks)
+            if not coded and work.count == 1:
+                continue
+            near = keys[:, own], values[:, own]
+            if coded:
+                table = work.request.blocks
+                near = self.key_pages.write(near[0], table, work.start), self.value_pages.write(near[1], table, work.start)
+            out[:, :, own] = self._piece(query[:, :, own], work, *near, rule, scale, softcap, sinks)
+        if not coded and step.singles:
+            out[0, :, step.single_rows] = self._singles(query[0, :, step.single_rows], rule, scale, softcap, sinks)
         return out
 
-    def _singles(
-        self, query: Tensor, works: list[Work], rule: attention.Rule, scale: float, softcap: float | None, sinks: Tensor | None
-    ) -> Tensor:
+    def _singles(self, query: Tensor, rule: attention.Rule, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
         """One query each, ``[Hq, n, D]``, of several requests of any lengths -> ``[Hq, n, Dv]``."""
-        size = self.cache.block_size
-        ends = [work.start + 1 for work in works]
-        most = -(-max(ends) // size)
-        table = torch.tensor(
-            [
-                [max(0, block) for block in work.request.blocks[:most]] + [0] * (most - len(work.request.blocks[:most]))
-                for work in works
-            ]
-        )
-        k, v = self.key_pages.read(table), self.value_pages.read(table)  # [n, Hk, most * size, D]
-        places, last = torch.arange(most * size).view(1, -1), torch.tensor(ends).view(-1, 1) - 1
-        seen = self._seen(last, places)
+        step, (table, there) = self.cache.step, self.cache.step.single_table
+        k, v = self.key_pages.read(table), self.value_pages.read(table)  # [n, Hk, blocks * size, D]
+        places = torch.arange(k.shape[2], device=k.device).view(1, -1)
+        seen = self._seen(step.single_last, places) & there.repeat_interleave(step.size, 1)
         if not rule.causal:
-            seen = seen & self._allowed(rule, last, places)
-        seen = seen & self._there(works, most)
-        return (
-            _attend(query.transpose(0, 1).unsqueeze(2), k, v, seen[:, None, None], scale, softcap, sinks)
-            .squeeze(2)
-            .transpose(0, 1)
-        )
+            seen = seen & self._allowed(rule, step.single_last, places)
+        out = _attend(query.transpose(0, 1).unsqueeze(2), k, v, seen[:, None, None], scale, softcap, sinks)
+        return out.squeeze(2).transpose(0, 1)
 
     def _piece(
         self,
@@ -270,15 +294,14 @@ class PagedLayer(CacheLayerMixin):
             return F.scaled_dot_product_attention(
                 query, keys[None], values[None], is_causal=work.count > 1, scale=scale, enable_gqa=group
             )
-        whole = -(-end // size) if self.cache.coding is None else end // size
-        blocks = torch.tensor([max(0, block) for block in work.request.blocks[:whole]], dtype=torch.int64)
-        places, queries = torch.arange(whole * size).view(1, -1), torch.arange(work.start, end).view(-1, 1)
-        seen = self._seen(queries, places)
-        k, v = self.key_pages.read(blocks), self.value_pages.read(blocks)
-        seen = seen & self._there([work], whole)
+        table, there = self.cache.step.table([work], None if self.cache.coding is None else end // size)
+        places = torch.arange(table.shape[1] * size, device=query.device).view(1, -1)
+        queries = torch.arange(work.start, end, device=query.device).view(-1, 1)
+        seen = self._seen(queries, places) & there.repeat_interleave(size, 1)
+        k, v = self.key_pages.read(table[0]), self.value_pages.read(table[0])
         if self.cache.coding is not None:  # blocks before the query's own as they were written, its own plain
             own = queries // size * size
-            near = torch.arange(work.start // size * size, end).view(1, -1)
+            near = torch.arange(work.start // size * size, end, device=query.device).view(1, -1)
             seen = torch.cat([(places < own) & seen, (near >= own) & self._seen(queries, near)], 1)
             places = torch.cat([places, near], 1)
             k, v = torch.cat([k.to(keys.dtype), keys], 1), torch.cat([v.to(values.dtype), values], 1)
@@ -293,16 +316,10 @@ class PagedLayer(CacheLayerMixin):
             seen = seen & ((keys >= queries - self.cache.window) | (keys < self.cache.sinks))
         return seen
 
-    def _there(self, works: list[Work], blocks: int) -> Tensor:
-        """Which places lie in blocks that were not given back: bool ``[n, blocks * size]``."""
-        rows = [[block >= 0 for block in work.request.blocks[:blocks]] for work in works]
-        held = torch.tensor([row + [False] * (blocks - len(row)) for row in rows], dtype=torch.bool)
-        return held.repeat_interleave(self.cache.block_size, 1)
-
     def _allowed(self, rule: attention.Rule, queries: Tensor, keys: Tensor) -> Tensor:
-        zero = torch.zeros((), dtype=torch.int64)
+        zero = torch.zeros((), dtype=torch.int64, device=queries.device)
         allowed = rule.allowed(zero, zero, queries, keys)
-        return allowed if isinstance(allowed, Tensor) else torch.tensor(allowed)
+        return allowed if isinstance(allowed, Tensor) else torch.tensor(allowed, device=queries.device)
 
 
 def _attend(
@@ -330,7 +347,7 @@ class PagedCache(Cache):
 
     def __init__(self, model: torch.nn.Module, strategy: Strategy, blocks: int, block_size: int) -> None:
         probe = KVCache(model, Strategy())
-        self._plain, self.block_size, self.step = probe, block_size, Step()
+        self._plain, self.block_size, self.step = probe, block_size, Step([], block_size, probe.device)
         keep = strategy.keep
         self.window: int | None = keep.size if isinstance(keep, Window) else None
         self.sinks = keep.sinks if isinstance(keep, Window) else 0
@@ -344,6 +361,10 @@ class PagedCache(Cache):
             values = _Side(blocks, heads, block_size, value_dim, like, made.coding, "token", made.groups[1])
             layers.append(PagedLayer(self, number, keys, values))
         super().__init__(layers=layers)
+
+    def begin(self, works: list[Work]) -> None:
+        """Before each forward pass: what its packed tokens are."""
+        self.step = Step(works, self.block_size, self._plain.device)
 
     def check_module(self, module: torch.nn.Module) -> None:
         self._plain.check_module(module)
