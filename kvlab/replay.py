@@ -24,7 +24,7 @@ class Prompts:
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
-        self._kept: OrderedDict[tuple[int, ...], tuple[list[Read], Tensor]] = OrderedDict()
+        self._kept: OrderedDict[Any, tuple[list[Read], Tensor]] = OrderedDict()
 
     def serves(self, cache: Any) -> bool:
         """Whether this cache may read a prompt so: it is empty, and nobody watches attention."""
@@ -32,7 +32,7 @@ class Prompts:
 
     def prefill(self, model: Any, ids: Tensor, cache: KVCache) -> Tensor:
         """Have ``cache`` read ``ids`` ``[1, n]`` in one piece -> logits of the last token ``[1, 1, vocabulary]``."""
-        name = tuple(ids[0].tolist())
+        name = (_state(model), tuple(ids[0].tolist()))
         if name not in self._kept:
             whole = KVCache(model, Strategy())
             whole.tape = []
@@ -49,7 +49,12 @@ class Prompts:
                 layer.follow(read.query, read.rule, *read.how)
         return logits
 
-    def _keep(self, name: tuple[int, ...], tape: list[Read], logits: Tensor) -> None:
+    def _keep(self, name: Any, tape: list[Read], logits: Tensor) -> None:
         self._kept[name] = (tape, logits)
         while len(self._kept) > 1 and sum(read.nbytes for tape, _ in self._kept.values() for read in tape) > self.limit:
             self._kept.popitem(last=False)
+
+
+def _state(model: Any) -> int:
+    """Changes whenever weights do: written in place, exchanged, moved, or of another dtype."""
+    return hash(tuple((x.data_ptr(), x._version, x.dtype) for x in model.parameters() if not x.is_inference()))

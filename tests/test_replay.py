@@ -69,11 +69,23 @@ def test_what_must_pass_the_model_does(ids: torch.Tensor) -> None:
         lab.prefill(text, KVCache(lab.model), 16)
         assert not lab._prompts._kept  # type: ignore[union-attr]
         lab.prefill(text, KVCache(lab.model))
-        assert list(lab._prompts._kept) == [tuple(text[0].tolist())]  # type: ignore[union-attr]
+        assert [ids for _, ids in lab._prompts._kept] == [tuple(text[0].tolist())]  # type: ignore[union-attr]
 
 
 def test_old_prompts_go_first(ids: torch.Tensor) -> None:
+    ids_ = ids
     model, prompts = make_llama(), Prompts(limit=0)
     for row in (0, 1):
         prompts.prefill(model, ids[row : row + 1], KVCache(model))
-        assert list(prompts._kept) == [tuple(ids[row].tolist())]  # one stays, whatever the limit
+        assert [ids for _, ids in prompts._kept] == [tuple(ids_[row].tolist())]  # one stays, whatever the limit
+
+
+def test_other_weights_are_another_model(ids: torch.Tensor) -> None:
+    lab = Lab("tiny", make_llama(), None)
+    with lab.replaying():
+        first = lab.prefill(ids[:1], KVCache(lab.model))
+        lab.model.load_state_dict(make_llama(seed=5).state_dict())
+        again = lab.prefill(ids[:1], KVCache(lab.model))
+        assert torch.equal(again, forward(lab.model, ids[:1], KVCache(lab.model), last=True)) and not torch.equal(first, again)
+        lab.model.to(torch.bfloat16)
+        assert lab.prefill(ids[:1], KVCache(lab.model)).dtype == torch.bfloat16

@@ -32,7 +32,7 @@ from kvlab.strategy import Strategy
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request said. ``reason``: stop, length, cancelled, deadline. Times in seconds of the engine's clock; ``cached``: prompt tokens that the prefix
+    """What a request said. ``reason``: stop, length, cancelled, deadline, error (the model's output was not finite). Times in seconds of the engine's clock; ``cached``: prompt tokens that the prefix
     tree had.
     """
 
@@ -153,6 +153,8 @@ class Engine:
         return request
 
     def _ids(self, prompt: str | Tensor | Iterable[int]) -> tuple[int, ...]:
+        if isinstance(prompt, Tensor) and (prompt.dim() > 2 or (prompt.dim() == 2 and prompt.shape[0] != 1)):
+            raise ValueError(f"prompt ids have the shape {tuple(prompt.shape)} (allowed: [n] or [1, n])")
         if isinstance(prompt, str):
             return tuple(self.lab.encode_long(prompt)[0].tolist()) if prompt else ()
         found = prompt.flatten().tolist() if isinstance(prompt, Tensor) else list(prompt)
@@ -185,13 +187,23 @@ class Engine:
         made: dict[str, int] = {}
         stop: dict[str, str] = {}
         if plan.work:
-            self._move(plan)
-            logits = self._run(plan)
+            try:
+                self._move(plan)
+                logits = self._run(plan)
+            except BaseException:
+                self.scheduler.abandon(plan)
+                raise
+            model = self.clock() - begun
             makers = [work.request for work in plan.work if work.makes]
             for request, row in zip(makers, logits, strict=True):
+                if not bool(row.isfinite().all()):  # this one's text is too much for the model; the others go on
+                    lost.append(self.scheduler.cancel(request.id, "error", self.clock()))
+                    self._leave(request)
+                    continue
                 made[request.id] = token = self._choose(request, row)
                 if reason := self._stops(request, token):
                     stop[request.id] = reason
+            self._count.model += model
         now = self.clock()
         finished = self.scheduler.done(plan, made, now, stop=stop)
         self._note(plan, made, begun, now)
@@ -215,6 +227,8 @@ class Engine:
 
     def generate(self, prompts: Iterable[Any], sampling: Sampling | None = None) -> list[Completion]:
         """All prompts together -> their completions, in the order of the prompts. What a prompt refuses is raised before any is run."""
+        if isinstance(prompts, str):
+            raise ValueError("prompts is one text (allowed: a list of texts, or of token ids)")
         asked: list[Request] = []
         try:
             for prompt in prompts:
@@ -271,24 +285,17 @@ class Engine:
 
     def _run(self, plan: Plan) -> Tensor:
         """Logits of the last token of each work that makes one, float32 ``[n, vocabulary]``."""
-        begun = self.clock()
         self.cache.begin(plan.work)
         starts = self.cache.step.starts
         ids = [token for work in plan.work for token in work.request.tokens[work.start : work.start + work.count]]
         places = [place for work in plan.work for place in range(work.start, work.start + work.count)]
         last = [start + work.count - 1 for start, work in zip(starts, plan.work, strict=True) if work.makes]
-        logits = packed_forward(
+        return packed_forward(
             self.lab.model, torch.tensor([ids]), torch.tensor([places]), self.cache, torch.tensor(last, dtype=torch.int64)
         )
-        self._count.model += self.clock() - begun
-        return logits
 
     def _choose(self, request: Request, logits: Tensor) -> int:
         sampling = request.sampling
-        if not bool(logits.isfinite().all()):
-            raise ValueError(
-                f"request {request.id!r}: the model's output is not finite: try bfloat16 or float32, or check the weights"
-            )
         if not sampling.temperature:
             return int(logits.argmax())
         chances = (logits / sampling.temperature).softmax(-1)

@@ -24,10 +24,14 @@ class Sampling:
     def __post_init__(self) -> None:
         if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens!r} is out of range (allowed: 1 or more)")
-        if not 0.0 <= self.temperature <= 100.0:
-            raise ValueError(f"temperature={self.temperature!r} is out of range (allowed: 0.0 to 100.0)")
+        if self.temperature != 0 and not 0.01 <= self.temperature <= 100.0:
+            raise ValueError(f"temperature={self.temperature!r} is out of range (allowed: 0, or 0.01 to 100.0)")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed={self.seed!r} is out of range (allowed: 0 to {(1 << 63) - 1})")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p={self.top_p!r} is out of range (allowed: above 0.0 and up to 1.0)")
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop={self.stop!r} is one text (allowed: a tuple of texts)")
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise ValueError(f"stop={self.stop!r}: each must be a text of one character or more")
 
@@ -60,6 +64,14 @@ class Request:
     times: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        try:
+            hash(self.salt)
+        except TypeError as error:
+            raise ValueError(
+                f"request {self.id!r}: salt={self.salt!r} cannot tell tenants apart (allowed: text, a number, anything with a hash)"
+            ) from error
+        if self.deadline is not None and not self.deadline >= self.arrival:
+            raise ValueError(f"request {self.id!r}: the deadline {self.deadline} is no time after its arrival")
         if not self.prompt:
             raise ValueError(f"request {self.id!r}: the prompt is empty (allowed: 1 token or more)")
 

@@ -287,6 +287,21 @@ class Scheduler:
                     finished.append(request)
         return finished
 
+    def abandon(self, plan: Plan) -> None:
+        """The step failed, and nobody knows what was written: its requests begin anew, in their order."""
+        self.pool.release(plan.held)
+        plan.held = []
+        touched = [work.request for work in plan.work] + [request for request, _ in (*plan.out, *plan.back)]
+        for request in sorted(set(touched), key=lambda one: (one.arrival, one.id), reverse=True):
+            if request.status == FINISHED:
+                continue
+            if request.status == RUNNING:
+                self.running.remove(request)
+                self.waiting.appendleft(request)
+            self._give_back(request)
+            request.computed = request.cached = 0
+            request.status, request.layout = WAITING, []
+
     def _finish(self, request: Request, reason: str, now: float) -> None:
         if request.status == RUNNING:
             self._remember(request)

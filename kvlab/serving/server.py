@@ -145,6 +145,15 @@ class _Handler(RequestHandler):
         pass  # the client is told
 
 
+class _Nowhere(_Handler):
+    def prepare(self) -> None:
+        super().prepare()
+        raise HTTPError(
+            404,
+            log_message=f"{self.request.path} is not served here (allowed: /v1/models, /v1/completions, /v1/chat/completions, /metrics)",
+        )
+
+
 class _Models(_Handler):
     def get(self) -> None:
         self.finish({"object": "list", "data": [{"id": self.service.name, "object": "model", "owned_by": "kvlab"}]})
@@ -162,7 +171,7 @@ class _Metrics(_Handler):
             "kvlab:fragmentation": found.fragmentation, "kvlab:busy": found.busy, "kvlab:tokens_computed_total": found.tokens_computed,
         }  # fmt: skip
         self.set_header("Content-Type", "text/plain; version=0.0.4")
-        self.finish("".join(f"{name} {value:g}\n" for name, value in rows.items()))
+        self.finish("".join(f"{name} {value:.15g}\n" for name, value in rows.items()))
 
 
 class _Completions(_Handler):
@@ -172,15 +181,21 @@ class _Completions(_Handler):
     async def post(self) -> None:
         body = self._body()
         sampling, prompt = _sampling(body), self._prompt(body)
+        options = body.get("stream_options") or {}
+        if not isinstance(options, dict):
+            raise HTTPError(400, log_message=f"stream_options={options!r} must be an object")
+        usage = bool(options.get("include_usage"))
         loop = asyncio.get_running_loop()
         try:
             salt = body.get("cache_salt")
+            if salt is not None and not isinstance(salt, str):
+                raise HTTPError(400, log_message=f"cache_salt={salt!r} must be a text")
             self.listener = await loop.run_in_executor(None, self.service.ask, prompt, sampling, salt, loop)
         except ValueError as error:
             raise HTTPError(400, log_message=str(error)) from error
         request = self.listener.request
         if body.get("stream"):
-            await self._stream(request, bool((body.get("stream_options") or {}).get("include_usage")))
+            await self._stream(request, usage)
             return
         text = "".join([piece async for piece in self._pieces()])
         self.finish(self._answer(request, self._choice(text, request)) | {"usage": _usage(request)})
@@ -228,11 +243,14 @@ class _Completions(_Handler):
             raise HTTPError(400, log_message=f"the body is no JSON: {error}") from error
         if not isinstance(body, dict):
             raise HTTPError(400, log_message="the body is no JSON object")
-        model = body.get("model", self.service.name)
+        model = body.get("model") or self.service.name
         if model != self.service.name:
             raise HTTPError(404, log_message=f"model {model!r} is not served here (allowed: {self.service.name})")
-        if body.get("n", 1) != 1:
+        if body.get("n") not in (None, 1):
             raise HTTPError(400, log_message=f"n={body['n']!r} is not served here (allowed: 1)")
+        for name in ("echo", "logprobs"):
+            if body.get(name):
+                raise HTTPError(400, log_message=f"{name} is not served here")
         return body
 
     def _prompt(self, body: dict[str, Any]) -> Any:
@@ -241,7 +259,7 @@ class _Completions(_Handler):
             prompt = prompt[0]
         if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(isinstance(one, int) for one in prompt)):
             raise HTTPError(400, log_message="prompt must be one text, or the ids of its tokens")
-        return prompt
+        return _text(prompt) if isinstance(prompt, str) else prompt
 
     def _answer(self, request: Request, choice: dict[str, Any] | None, stream: bool = False) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat and stream else "chat.completion" if self.chat else "text_completion"
@@ -274,18 +292,33 @@ class _Chat(_Completions):
             raise HTTPError(400, log_message=f"the model's chat template refuses these messages: {error}") from error
 
 
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise HTTPError(400, log_message=f"the text is no Unicode: {error.reason}") from error
+    return text
+
+
 def _sampling(body: dict[str, Any]) -> Sampling:
     stop = body.get("stop") or ()
+    given = {
+        name: body[name]
+        for name in ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed")
+        if body.get(name) is not None
+    }
+    if not isinstance(stop, str | list | tuple):
+        raise HTTPError(400, log_message=f"stop={stop!r} must be a text or a list of texts")
     try:
         return Sampling(
-            max_new_tokens=body.get("max_completion_tokens") or body.get("max_tokens") or 64,
-            temperature=float(body.get("temperature") or 0.0),
-            top_p=float(body.get("top_p") or 1.0),
-            seed=int(body.get("seed") or 0),
+            max_new_tokens=given.get("max_completion_tokens", given.get("max_tokens", 64)),
+            temperature=float(given.get("temperature", 0.0)),
+            top_p=float(given.get("top_p", 1.0)),
+            seed=int(given.get("seed", 0)),
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             ignore_eos=bool(body.get("ignore_eos")),
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise HTTPError(400, log_message=str(error)) from error
 
 
@@ -299,13 +332,15 @@ def _usage(request: Request) -> dict[str, Any]:
 def application(service: Service, key: str) -> Application:
     """The endpoint's routes. ``key``: what a client must send; "" lets everybody in."""
     given = {"service": service, "key": key}
+    elsewhere = {"default_handler_class": _Nowhere, "default_handler_args": given}
     return Application(
         [
             ("/v1/models", _Models, given),
             ("/v1/completions", _Completions, given),
             ("/v1/chat/completions", _Chat, given),
             ("/metrics", _Metrics, given),
-        ]
+        ],
+        **elsewhere,
     )
 
 

@@ -27,6 +27,7 @@ from kvlab.serving.traces import Arrival, fresh_tokens
 from kvlab.strategy import Strategy
 
 ROUTING = ("round robin", "prefix")
+HOW = {"batching", "reserve", "token_budget", "max_running", "preempt"}
 RESERVE = 0.1  # of the devices' memory, for everything but weights and blocks
 
 #: Seconds of a step, from its plan.
@@ -69,15 +70,19 @@ class Roofline:
     devices: int = 1
     weight_bits: int = 16
     overhead: float = 0.0
+    window: int | None = None  # tokens that a query sees at most
+
+    def _seen(self, tokens: float) -> float:
+        return tokens if self.window is None else min(tokens, self.window)
 
     def __call__(self, plan: Plan) -> float:
         tokens, sequences = plan.tokens, len(plan.work)
         share = hardware.weights_read(self.shape, max(1, sequences)) / (self.shape.parameters or 1)
         read = geometry.weight_bytes(self.shape, self.weight_bits) * share
-        read += self.token_bytes * sum(work.start + work.count for work in plan.work)
+        read += self.token_bytes * sum(self._seen(work.start + work.count) for work in plan.work)
         flops = 2.0 * (self.shape.active_parameters or 0) * tokens
         one = hardware.attention_flops(self.shape, 1)
-        flops += one * sum(work.count * (work.start + work.count / 2) for work in plan.work)
+        flops += one * sum(work.count * self._seen(work.start + work.count / 2) for work in plan.work)
         return self.overhead + max(read / (self.kind.bandwidth * self.devices), flops / ((self.kind.flops or 1) * self.devices))
 
 
@@ -137,24 +142,33 @@ def simulate(
         raise ValueError("trace is empty (allowed: one arrival or more)")
     if routing not in ROUTING:
         raise ValueError(f"routing={routing!r} is not one of {', '.join(ROUTING)}")
-    if replicas < 1:
-        raise ValueError(f"replicas={replicas} is out of range (allowed: 1 or more)")
+    if not isinstance(replicas, int) or replicas < 1:
+        raise ValueError(f"replicas={replicas!r} is out of range (allowed: 1 or more)")
+    if not 0 <= overhead < float("inf"):
+        raise ValueError(f"overhead={overhead} is out of range (allowed: 0 seconds or more)")
+    if wrong := set(how) - HOW:
+        raise ValueError(f"simulate: unknown {sorted(wrong)} (allowed: {', '.join(sorted(HOW))})")
     shape = geometry.find(model) if isinstance(model, str) else model
     kind = hardware.find(device) if isinstance(device, str) else device
     chosen = strategy or Strategy()
     block = block_bytes(shape, chosen, block_size)
+    plain = all(format_of(chosen, block_size, one.key_dim, one.value_dim).coding is None for one in shape.layers if one.kv_heads)
     if kv_memory is None:
         room = int(kind.capacity(devices) * (1 - RESERVE)) - geometry.weight_bytes(shape, weight_bits)
     else:
         room = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
+    if not block:
+        raise ValueError(f"{shape.name} has no KV cache, so there is nothing to page")
     if room < block:
         raise ValueError(
             f"{geometry.text(room)} are left for the cache, less than a block of {geometry.text(round(block))}: more devices, or fewer bits a weight"
         )
     if isinstance(chosen.keep, Window):
         how, prefix_caching = how | {"window": chosen.keep.size + 1, "sinks": chosen.keep.sinks}, False
+    how = how | {"partial": plain}
+    seen = chosen.keep.size + chosen.keep.sinks + 1 if isinstance(chosen.keep, Window) else None
     engines = [_Replica(int(room // block), block_size, prefix_caching, how, policy) for _ in range(replicas)]
-    timing = clock or Roofline(shape, kind, block / block_size, devices, weight_bits, overhead)
+    timing = clock or Roofline(shape, kind, block / block_size, devices, weight_bits, overhead, seen)
     return _Run(trace, engines, routing, timing).run()
 
 

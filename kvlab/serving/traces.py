@@ -35,9 +35,11 @@ def chat(
 
     Raises ``ValueError`` for counts, rates or lengths that cannot be.
     """
-    _check(count=count, rate=rate, prompt=prompt, answer=answer)
+    _check(count=count, rate=rate, prompt=prompt, answer=answer, words=words, limit=limit)
     if limit < 2:
         raise ValueError(f"limit={limit} is out of range (allowed: 2 or more)")
+    if not 0 <= spread < 10:
+        raise ValueError(f"spread={spread} is out of range (allowed: 0 to 10)")
     dice, now, found = random.Random(seed), 0.0, []
     for _ in range(count):
         now += dice.expovariate(rate)
@@ -49,7 +51,7 @@ def chat(
 
 def bursts(count: int, *, size: int = 20, pause: float = 10.0, seed: int = 0, **lengths: int) -> list[Arrival]:
     """As :func:`chat`, but ``size`` at once and then nobody for ``pause`` seconds."""
-    _check(count=count, size=size)
+    _check(count=count, size=size, pause=pause)
     plain = chat(count, seed=seed, **lengths)  # type: ignore[arg-type]
     return [Arrival(number // size * pause, one.prompt, one.new) for number, one in enumerate(plain)]
 
@@ -66,7 +68,7 @@ def shared_prompt(
     words: int = WORDS,
 ) -> list[Arrival]:
     """A system prompt of ``prefix`` tokens before ``suffix`` tokens of each one's own; ``tenants``: so many different system prompts, by turns."""
-    _check(count=count, prefix=prefix, suffix=suffix, answer=answer, rate=rate, tenants=tenants)
+    _check(count=count, prefix=prefix, suffix=suffix, answer=answer, rate=rate, tenants=tenants, words=words)
     dice, now = random.Random(seed), 0.0
     systems = [_text(dice, prefix, words) for _ in range(tenants)]
     found = []
@@ -83,7 +85,17 @@ def rag(
     """A template: system prompt, ``chunks`` pieces out of a ``library`` (a few of them asked for often), a question. ``ordered``: pieces stand by their number,
     which lets beginnings meet; else by how well they fit, which is another order for every question.
     """
-    _check(count=count, system=system, chunks=chunks, chunk=chunk, library=library, question=question, answer=answer, rate=rate)
+    _check(
+        count=count,
+        system=system,
+        chunks=chunks,
+        chunk=chunk,
+        library=library,
+        question=question,
+        answer=answer,
+        rate=rate,
+        words=words,
+    )
     if chunks > library:
         raise ValueError(f"chunks={chunks} is more than the library has (allowed: up to {library})")
     dice, now = random.Random(seed), 0.0
@@ -114,7 +126,7 @@ def turns(
     words: int = WORDS,
 ) -> list[Arrival]:
     """Conversations of ``count`` turns: each prompt is all that was said before and a little more. ``think``: seconds between an answer and the next turn, on average."""
-    _check(users=users, count=count, system=system, said=said, answer=answer)
+    _check(users=users, count=count, system=system, said=said, answer=answer, think=think, words=words)
     dice = random.Random(seed)
     head, found = _text(dice, system, words), []
     for user in range(users):
@@ -138,10 +150,16 @@ def _text(dice: random.Random, length: int, words: int) -> tuple[int, ...]:
     return tuple(dice.choices(range(3, words), k=length))
 
 
+TIMES = {"rate", "pause", "think"}
+
+
 def _check(**given: float) -> None:
     for name, value in given.items():
-        if not value > 0:
-            raise ValueError(f"{name}={value} must be above 0")
+        low = 4 if name == "words" else 1
+        if name in TIMES and not 0 < value < float("inf"):
+            raise ValueError(f"{name}={value} is out of range (allowed: above 0)")
+        if name not in TIMES and (not isinstance(value, int) or value < low):
+            raise ValueError(f"{name}={value!r} is out of range (allowed: whole numbers from {low} on)")
 
 
 def fresh_tokens() -> Iterator[int]:
