@@ -24,7 +24,7 @@ def main() -> None:
         app()()
     except ModuleNotFoundError as error:
         sys.exit(f"kvlab: {error.name} is missing: pip install 'kvlab[lab]'")
-    except (ModelUnavailable, ValueError) as error:
+    except (ModelUnavailable, ValueError, RuntimeError, OSError) as error:
         sys.exit(f"kvlab: {error}")
 
 
@@ -101,7 +101,12 @@ def app() -> "typer.Typer":
         asked = [f" --strategy {shlex.quote(text)}" for text in strategy or []] + [
             f" --task {shlex.quote(text)}" for text in task or []
         ]
-        command = "kvlab measure" + "".join(asked) + (f" --workers {workers}" if workers > 1 else "")
+        command = (
+            "kvlab measure"
+            + "".join(asked)
+            + (f" --workers {workers}" if workers > 1 else "")
+            + (f" --model {shlex.quote(model)}" if model != SMOLLM2 else "")
+        )
         lab = kvlab.load(model)
         with contextlib.ExitStack() as stack:
             executor = stack.enter_context(processes(workers)) if workers != 1 else None
@@ -152,7 +157,10 @@ def app() -> "typer.Typer":
                 typer.echo(f"{row.name:100}{row.why or numbers}")
         finally:  # what was measured before an interruption is kept
             if out and rows:
-                command = "kvlab compare" + "".join(f" --strategy '{text}'" for text in strategy or [])
+                command = "kvlab compare" + "".join(f" --strategy {shlex.quote(text)}" for text in strategy or [])
+                command += f" --tokens {tokens[0]} {tokens[1]} {tokens[2]}" + (
+                    f" --model {shlex.quote(model)}" if model != SMOLLM2 else ""
+                )
                 record(out, rows, lab, against, command)
 
     @commands.command()
@@ -224,7 +232,12 @@ def app() -> "typer.Typer":
         advice = ask(model, device, context, concurrency, workload, limits, devices=devices, weight_bits=weight_bits)
         typer.echo(str(advice))
         if engine:
-            option = advice.best or advice.nearest
+            able = [one for one in advice.options if one.meets and export(one.strategy, engine).complete]
+            option = able[0] if able else advice.best or advice.nearest
+            if not able:
+                typer.echo(f"\n{engine} can do none of the options that meet the limits; below is what it has no equivalent for")
+            elif option is not advice.best:
+                typer.echo(f"\nthe first of them that {engine} can do:")
             typer.echo(f"\n{option.strategy.to_code()}\n{export(option.strategy, engine)}")
 
     bench = typer.Typer(help="Speed, as ratios within one run.", no_args_is_help=True)
@@ -295,11 +308,13 @@ def served(url: str, model: str, concurrency: int, requests: int, key: str, say:
     text = long_text()
     prompts = [text[4000 * (i // 2) % 300_000 :][:4000] for i in range(requests)]
     order = [*prompts[::2], *prompts[1::2]]  # all of them once, then again
-    with watched(url) as seen:
+    with watched(url, key=key) as seen:
         begun = time.perf_counter()
         rows = measure_endpoint(url, model=model, prompts=order, concurrency=concurrency, key=key)
         took = time.perf_counter() - begun
     say(str(summary(rows, order, took, seen.most)))
+    if not any(row.ok for row in rows):
+        raise ValueError(f"none of {len(rows)} requests came through")
 
 
 def read_task(text: str) -> "Task":

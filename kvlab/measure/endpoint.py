@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import statistics
 import threading
 import time
@@ -167,7 +168,8 @@ def summary(rows: Sequence[Request], prompts: Sequence[str], seconds: float, met
     failed: dict[str, int] = {}
     for row in rows:
         if not row.ok:
-            failed[row.why] = failed.get(row.why, 0) + 1
+            why = re.sub(r"request '[^']*'", "a request", row.why)  # its name is the server's affair
+            failed[why] = failed.get(why, 0) + 1
     seen: set[str] = set()
     known = [prompt in seen or bool(seen.add(prompt)) for prompt in prompts]  # type: ignore[func-returns-value]
     again = [row.first_token for row in came if known[row.prompt] and row.first_token is not None]
@@ -186,14 +188,16 @@ def _high(values: Sequence[float]) -> float | None:
     return sorted(values)[min(len(values) - 1, int(0.95 * len(values)))] if values else None
 
 
-def kv_metrics(url: str, timeout: float = 5.0) -> dict[str, float]:
+def kv_metrics(url: str, timeout: float = 5.0, key: str = "") -> dict[str, float]:
     """What the server publishes at ``/metrics`` about its KV cache and prefixes (vLLM's names); empty where it publishes nothing."""
     import httpx
 
     parts = urlsplit(url)
     found: dict[str, float] = {}
     try:
-        answer = httpx.get(f"{parts.scheme}://{parts.netloc}/metrics", timeout=timeout)
+        answer = httpx.get(
+            f"{parts.scheme}://{parts.netloc}/metrics", timeout=timeout, headers={"Authorization": f"Bearer {key}"} if key else {}
+        )
     except httpx.HTTPError:
         return found
     if answer.status_code != 200:
@@ -207,19 +211,20 @@ def kv_metrics(url: str, timeout: float = 5.0) -> dict[str, float]:
     return found
 
 
-def watched(url: str, every: float = 0.5) -> Watched:
+def watched(url: str, every: float = 0.5, key: str = "") -> Watched:
     """``with watched(url) as seen:`` — the highest value of each KV metric while requests run, read every ``every`` seconds."""
-    return Watched(url, every)
+    return Watched(url, every, key)
 
 
 class Watched:
-    def __init__(self, url: str, every: float) -> None:
+    def __init__(self, url: str, every: float, key: str = "") -> None:
+        self.key = key
         self.url, self.every, self.most, self._end = url, every, dict[str, float](), threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
         while True:
-            for name, value in kv_metrics(self.url).items():
+            for name, value in kv_metrics(self.url, key=self.key).items():
                 self.most[name] = max(value, self.most.get(name, value))
             if self._end.wait(self.every):
                 return

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -67,16 +68,25 @@ class Evidence:
     machine: dict[str, Any] = field(default_factory=dict)
     date: str = ""
     command: str = ""
+    content: str = ""  # of the file that the task reads, if it reads one: its SHA-256
     version: int = VERSION
 
     @property
     def key(self) -> str:
         """What makes two rows the same measurement."""
-        return _key(self.settings, self.task, self.model, self.dtype, self.version)
+        return _key(self.settings, self.task, self.model, self.dtype, self.version, self.content)
 
 
-def _key(settings: Mapping[str, Any], task: Mapping[str, Any], model: str, dtype: str, version: int = VERSION) -> str:
-    return json.dumps([settings, task, model, dtype, version], sort_keys=True)
+def _key(
+    settings: Mapping[str, Any], task: Mapping[str, Any], model: str, dtype: str, version: int = VERSION, content: str = ""
+) -> str:
+    return json.dumps([settings, task, model, dtype, version, content], sort_keys=True)
+
+
+def _content(task: Task) -> str:
+    """SHA-256 of the file that a task reads; "" if it reads none, or it is not there (which the task will say)."""
+    name = getattr(task, "file", "")
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest() if name and Path(name).is_file() else ""
 
 
 def sweep(strategy: Strategy, grid: Mapping[str, Sequence[Any]]) -> list[Strategy]:
@@ -148,16 +158,20 @@ def experiment(
     with contextlib.ExitStack() as stack:
         book = stack.enter_context(_Book(out))
         done: dict[str, Evidence] = dict(book.rows)
+        contents = {task: _content(task) for task in todo}
 
         def key(strategy: Strategy, task: Task) -> str:
-            return _key(strategy.to_dict(), task.to_dict(), lab.name, dtype)
+            return _key(strategy.to_dict(), task.to_dict(), lab.name, dtype, VERSION, contents[task])
 
         missing = sum(key(strategy, task) not in done for task in todo for strategy in wanted)
         told = stack.enter_context(_telling(progress, missing))
         for group in (wanted[:1], wanted[1:]):
             jobs = [(strategy, task) for task in todo for strategy in group if key(strategy, task) not in done]
             controls = {task: done.get(key(wanted[0], task)) for task in todo}
-            work = [(strategy.to_dict(), task.to_dict(), about, _score(controls[task])) for strategy, task in jobs]
+            work = [
+                (strategy.to_dict(), task.to_dict(), about | {"content": contents[task]}, _score(controls[task]))
+                for strategy, task in jobs
+            ]
             for made, lost in _measured(lab, work, executor):
                 done[made.key] = made
                 if not lost:
@@ -315,10 +329,19 @@ class _Book:
     def _read(self) -> None:
         self.file.seek(0)
         content = self.file.read()
-        whole = content[: content.rfind(b"\n") + 1]  # a process that was killed while it wrote left a piece of a line
-        self.rows = {row.key: row for row in _parsed(whole.decode("utf-8"), self.path)}
-        if len(whole) < len(content):
-            self.file.truncate(len(whole))
+        whole = content[: content.rfind(b"\n") + 1]
+        rows = _parsed(whole.decode("utf-8"), self.path)
+        if rest := content[len(whole) :]:  # a process that was killed while it wrote left a piece of a line
+            try:
+                rows += _parsed(rest.decode("utf-8"), self.path)
+            except ValueError:
+                begins = b'{"strategy": '
+                if not begins.startswith(rest[: len(begins)]):
+                    raise ValueError(f"{self.path}: its last line is no row of an experiment; nothing was changed") from None
+                self.file.truncate(len(whole))
+            else:  # whole, but for the end of its line
+                self.file.write(b"\n")
+        self.rows = {row.key: row for row in rows}
 
     def write(self, row: Evidence) -> None:
         if self.file is not None:
@@ -345,7 +368,9 @@ def read_rows(path: str | Path) -> list[Evidence]:
 
 def _parsed(content: str, path: str | Path | None) -> list[Evidence]:
     rows = []
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(
+        content.removesuffix("\n").split("\n") if content else [], 1
+    ):  # a text may hold other ends of lines
         try:
             rows.append(Evidence(**json.loads(line)))
         except (TypeError, ValueError) as error:

@@ -110,7 +110,7 @@ class BlindTest(Bench):
         if not self.path.is_file():
             return []
         found = []
-        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(self.path.read_text(encoding="utf-8").rstrip("\n").split("\n"), 1):
             try:
                 vote = json.loads(line)
                 found.append({"settings": dict(vote["settings"]), "right": bool(vote["right"])} | vote)

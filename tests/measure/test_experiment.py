@@ -320,3 +320,31 @@ def test_time_is_spent_where_it_is(lab):
         lab.generate(ids, max_new_tokens=4)
         took = time.perf_counter() - start
     assert spent.fetch == spent.select == 0 and 0 < spent.read + spent.write < took
+
+
+def test_notes_of_somebody_are_left_alone(tiny_lab, tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text("my important notes, one line")
+    with pytest.raises(ValueError, match="its last line is no row"):
+        experiment(tiny_lab, [Strategy()], [tasks.Text(prefill=16, scored=8)], out=notes)
+    assert notes.read_text() == "my important notes, one line"
+
+
+def test_a_last_row_without_the_end_of_its_line_is_kept(tiny_lab, tmp_path):
+    out, ask = tmp_path / "rows.jsonl", [tasks.Text(prefill=16, scored=8)]
+    (first,) = experiment(tiny_lab, [Strategy()], ask, out=out)
+    out.write_text(out.read_text().rstrip("\n"))
+    assert experiment(tiny_lab, [Strategy()], ask, out=out) == [first]
+    assert out.read_text().count("\n") == 1
+
+
+def test_odd_ends_of_lines_and_another_content_of_the_same_file(tiny_lab, tmp_path):
+    own, out = tmp_path / "own.csv", tmp_path / "rows.jsonl"
+    own.write_text('context,question,expected\nsome words here,and,"x\u2028y"\n', encoding="utf-8")
+    (row,) = experiment(tiny_lab, [Strategy()], [tasks.Own(file=str(own))], out=out)
+    assert (
+        experiment(tiny_lab, [Strategy()], [tasks.Own(file=str(own))], out=out) == [row] and len(out.read_text().split("\n")) == 2
+    )
+    own.write_text("context,question,expected\nsome words here,and,other\n")
+    (other,) = experiment(tiny_lab, [Strategy()], [tasks.Own(file=str(own))], out=out)
+    assert other.said[0][0] == "other" and other.key != row.key

@@ -216,3 +216,44 @@ def test_a_deadline_ends_a_request(lab: Lab) -> None:
         now[0] += 1.0
     assert [(one.id, one.reason) for one in found] == [(late.id, "deadline"), (other.id, "length")]
     assert 3 <= len(found[0].tokens) <= 5
+
+
+def test_one_bad_request_disturbs_nobody(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(lab, kv_memory="1 MB", block_size=8)
+    for said, more in (
+        ("salt=.'x'. cannot tell tenants apart", {"salt": ["x"]}),
+        ("deadline nan is no time", {"deadline": float("nan")}),
+        ("seed=-1", {"sampling": lambda: Sampling(seed=-1)}),
+        ("temperature=1e-40", {"sampling": lambda: Sampling(temperature=1e-40)}),
+        ("stop='ab' is one text", {"sampling": lambda: Sampling(stop="ab")}),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=said):
+            engine.add("abc", **{name: value() if callable(value) else value for name, value in more.items()})
+    with pytest.raises(ValueError, match="is one text"):
+        engine.generate("abc")
+    assert not engine.busy
+    want, plain = alone(lab, [5, 6, 7], 6), engine._run
+
+    def broken(plan: Any) -> Any:
+        monkeypatch.setattr(engine, "_run", plain)
+        raise RuntimeError("out of paper")
+
+    engine.add([5, 6, 7], Sampling(max_new_tokens=6, **GREEDY), id="a")
+    monkeypatch.setattr(engine, "_run", broken)
+    with pytest.raises(RuntimeError, match="out of paper"):
+        engine.step()
+    bad = engine.add([9, 9], Sampling(max_new_tokens=6, **GREEDY), id="b")
+
+    def half(plan: Any) -> Any:
+        logits = plain(plan)
+        logits[[work.request for work in plan.work if work.makes].index(bad)] = float("nan")
+        return logits
+
+    monkeypatch.setattr(engine, "_run", half)
+    (lost,) = engine.step()
+    monkeypatch.setattr(engine, "_run", plain)
+    while engine.busy:
+        done = engine.step()
+    assert (lost.id, lost.reason, list(done[0].tokens)) == ("b", "error", want)
+    engine.tree.clear()  # type: ignore[union-attr]
+    assert engine.pool.free == engine.pool.blocks
