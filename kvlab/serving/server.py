@@ -287,7 +287,9 @@ class _Chat(_Completions):
         ):
             raise HTTPError(400, log_message="messages must be a list of objects with role and content, both text")
         try:
-            return self.service.engine.lab.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            tokenizer = self.service.engine.lab.tokenizer
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            return tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids  # the template writes them itself
         except Exception as error:  # the template is the model's, and may refuse as it likes
             raise HTTPError(400, log_message=f"the model's chat template refuses these messages: {error}") from error
 
@@ -332,7 +334,7 @@ def _usage(request: Request) -> dict[str, Any]:
 def application(service: Service, key: str) -> Application:
     """The endpoint's routes. ``key``: what a client must send; "" lets everybody in."""
     given = {"service": service, "key": key}
-    elsewhere = {"default_handler_class": _Nowhere, "default_handler_args": given}
+    elsewhere: dict[str, Any] = {"default_handler_class": _Nowhere, "default_handler_args": given}
     return Application(
         [
             ("/v1/models", _Models, given),
