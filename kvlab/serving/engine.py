@@ -190,19 +190,19 @@ class Engine:
             try:
                 self._move(plan)
                 logits = self._run(plan)
+                model = self.clock() - begun
+                makers = [work.request for work in plan.work if work.makes]
+                for request, row in zip(makers, logits, strict=True):
+                    if not bool(row.isfinite().all()):  # this one's text is too much for the model; the others go on
+                        lost.append(self.scheduler.cancel(request.id, "error", self.clock()))
+                        self._leave(request)
+                        continue
+                    made[request.id] = token = self._choose(request, row)
+                    if reason := self._stops(request, token):
+                        stop[request.id] = reason
             except BaseException:
                 self.scheduler.abandon(plan)
                 raise
-            model = self.clock() - begun
-            makers = [work.request for work in plan.work if work.makes]
-            for request, row in zip(makers, logits, strict=True):
-                if not bool(row.isfinite().all()):  # this one's text is too much for the model; the others go on
-                    lost.append(self.scheduler.cancel(request.id, "error", self.clock()))
-                    self._leave(request)
-                    continue
-                made[request.id] = token = self._choose(request, row)
-                if reason := self._stops(request, token):
-                    stop[request.id] = reason
             self._count.model += model
         now = self.clock()
         finished = self.scheduler.done(plan, made, now, stop=stop)

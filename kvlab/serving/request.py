@@ -41,7 +41,7 @@ class Request:
     """``prompt``: token ids. ``arrival`` and ``deadline`` in seconds of the caller's clock. ``salt``: the tenant, whose prefixes are shared with nobody else.
 
     State: ``output`` token ids made so far; ``computed``: how many of all tokens have keys and values in ``blocks`` (-1: a block that fell out of a window);
-    ``cached``: how many of the prompt were taken from the prefix tree when it was admitted; ``first``, ``finished``: when; ``times``: of each token.
+    ``cached``: how many of the prompt were taken from the prefix tree when it was admitted; ``finished``: when; ``times``: of each token.
     """
 
     id: str

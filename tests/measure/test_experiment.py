@@ -348,3 +348,16 @@ def test_odd_ends_of_lines_and_another_content_of_the_same_file(tiny_lab, tmp_pa
     own.write_text("context,question,expected\nsome words here,and,other\n")
     (other,) = experiment(tiny_lab, [Strategy()], [tasks.Own(file=str(own))], out=out)
     assert other.said[0][0] == "other" and other.key != row.key
+
+
+def test_speed_has_times_and_no_score(tiny_lab):
+    """Each run passes the model, whatever is replayed elsewhere; medians stay below the slowest."""
+    full, window = experiment(tiny_lab, [Strategy(keep=keep.Window(size=8))], [tasks.Speed(tokens=24, new=4, runs=2)])
+    for row in (full, window):
+        assert row.score is None and not row.counts and row.why == "this task has no score" and tiny_lab._prompts is None
+        assert (
+            0 < row.more["first_token"] <= row.more["first_token_most"] and 0 < row.more["per_token"] <= row.more["per_token_p95"]
+        )
+    assert window.bytes_allocated < full.bytes_allocated
+    with pytest.raises(ValueError, match="new=1"):
+        tasks.Speed(new=1)

@@ -11,7 +11,7 @@ from kvlab.attention import Watch, detach
 from kvlab.cache import forward
 from kvlab.geometry import Geometry
 from kvlab.lab import Lab
-from kvlab.measure import control, latency, predict, predict_curve, quality
+from kvlab.measure import control, predict, predict_curve, quality
 from kvlab.measure.bench import Shape, bench_attention
 from tests.reference import feed
 
@@ -169,13 +169,6 @@ def test_cancelled_work_stops(lab, text):
 
     with pytest.raises(Cancelled):
         lab.generate(text, max_new_tokens=10, progress=stop)
-
-
-def test_latency_counts_runs(lab):
-    made = latency(lab, "5 6 7", new_tokens=3, runs=2)
-    assert made.runs == 2 and made.first_token > 0 and made.per_token <= made.per_token_p95
-    with pytest.raises(ValueError, match="new_tokens=1"):
-        latency(lab, "5", new_tokens=1)
 
 
 def test_the_attention_picture_is_the_attention(llama, ids):
