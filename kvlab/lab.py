@@ -101,10 +101,10 @@ class Lab:
         return logits
 
     @contextlib.contextmanager
-    def replaying(self) -> Iterator[None]:
+    def replaying(self, on: bool = True) -> Iterator[None]:
         """Within, a prompt that is read in one piece by one cache after another passes the model once (see ``kvlab.replay``); for comparing what caches keep,
-        not for timing them."""
-        before, self._replays = self._replays, True
+        not for timing them. ``on=False``: it passes the model each time, whatever goes on around."""
+        before, self._replays = self._replays, on
         self._prompts = self._prompts or Prompts()
         try:
             yield

@@ -229,7 +229,7 @@ def _row(lab: Lab, settings: dict[str, Any], task: dict[str, Any], about: dict[s
     strategy, asked = Strategy.from_dict(settings), task_from_dict(task)
     begun = time.perf_counter()
     try:
-        with contextlib.nullcontext() if asked.timed else lab.replaying():
+        with lab.replaying(not asked.timed):
             score = asked.run(lab, strategy)
     except (ValueError, UnsupportedModel, RuntimeError, OSError) as error:
         return _failed(settings, task, about, control, error)

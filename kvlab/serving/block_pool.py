@@ -88,18 +88,16 @@ class BlockPool:
         return freed
 
     def own(self, block: int) -> tuple[int, bool]:
-        """A block that may be written by one holder of ``block``: itself where nobody else holds it, else a new one, to which the holder's reference moves.
+        """A block that one holder of ``block`` may write: itself where nobody else holds it, else a new one.
 
-        -> the block, and whether its content must be copied there (copy on write). Raises :class:`OutOfBlocks` where there is none to copy to.
+        -> the block, and whether its content must be copied there (copy on write); the holder then releases ``block`` once that is done. Raises
+        :class:`OutOfBlocks` where there is none to copy to, ``ValueError`` for a block that nobody holds.
         """
         if self.references(block) == 0:
             raise ValueError(f"block {block} is free: nobody can write to it")
         if self._references[block] == 1:
             return block, False
-        (new,) = self.allocate()
-        self._references[block] -= 1
-        self._tell(block)
-        return new, True
+        return self.allocate()[0], True
 
     def watch(self, block: int, changed: Callable[[int, int], None] | None) -> None:
         """Call ``changed(block, references)`` whenever the number of references to ``block`` changes; None ends it."""

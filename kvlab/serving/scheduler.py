@@ -217,11 +217,11 @@ class Scheduler:
             self._take_up_to(request, request.computed + count)
             at = request.computed // size
             if request.computed % size and self.pool.references(request.blocks[at]) > 1:
+                self._clear(1)
                 shared = request.blocks[at]
-                (own,) = self._take(1)
-                request.blocks[at] = own
-                plan.held.append(shared)  # the reference to it moves from the request to the plan
-                plan.copies.append((shared, own, request.computed % size))
+                request.blocks[at], _ = self.pool.own(shared)
+                plan.held.append(shared)  # the plan releases it once it has been copied
+                plan.copies.append((shared, request.blocks[at], request.computed % size))
         except OutOfBlocks:
             return False
         return True
@@ -232,11 +232,15 @@ class Scheduler:
             request.blocks += self._take(count, spare)
 
     def _take(self, count: int, spare: int = 0) -> list[int]:
+        self._clear(count, spare)
+        return self.pool.allocate(count)
+
+    def _clear(self, count: int, spare: int = 0) -> None:
+        """Have ``count`` blocks free, and ``spare`` more, out of the tree if need be."""
         if self.tree is not None and count + spare > self.pool.free:
             self.tree.evict(count + spare - self.pool.free)
         if count + spare > self.pool.free:
             raise OutOfBlocks(f"{count} blocks are wanted and {spare} left over, {self.pool.free} are free")
-        return self.pool.allocate(count)
 
     def _preempt(self, plan: Plan, request: Request) -> None:
         """Take a running request's blocks away; it is the next to come back."""

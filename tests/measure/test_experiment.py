@@ -20,6 +20,7 @@ from kvlab.measure import tasks
 from kvlab.measure.experiment import Evidence, experiment, frame, read_rows, sweep
 from kvlab.measure.phases import phases
 from kvlab.measure.tasks.base import TASKS, Case, Question, Score, Task, ask
+from kvlab.replay import Prompts
 from tests.panels.conftest import Characters
 
 
@@ -350,11 +351,13 @@ def test_odd_ends_of_lines_and_another_content_of_the_same_file(tiny_lab, tmp_pa
     assert other.said[0][0] == "other" and other.key != row.key
 
 
-def test_speed_has_times_and_no_score(tiny_lab):
+def test_speed_has_times_and_no_score(tiny_lab, monkeypatch):
     """Each run passes the model, whatever is replayed elsewhere; medians stay below the slowest."""
-    full, window = experiment(tiny_lab, [Strategy(keep=keep.Window(size=8))], [tasks.Speed(tokens=24, new=4, runs=2)])
+    monkeypatch.setattr(Prompts, "prefill", lambda *_: pytest.fail("a timed prompt was replayed"))
+    with tiny_lab.replaying():
+        full, window = experiment(tiny_lab, [Strategy(keep=keep.Window(size=8))], [tasks.Speed(tokens=24, new=4, runs=2)])
     for row in (full, window):
-        assert row.score is None and not row.counts and row.why == "this task has no score" and tiny_lab._prompts is None
+        assert row.score is None and not row.counts and row.why == "this task has no score"
         assert (
             0 < row.more["first_token"] <= row.more["first_token_most"] and 0 < row.more["per_token"] <= row.more["per_token_p95"]
         )
