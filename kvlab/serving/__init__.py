@@ -5,7 +5,8 @@ from kvlab.serving.engine import Completion, Engine, Metrics
 from kvlab.serving.prefix_tree import Match, PrefixTree
 from kvlab.serving.request import Request, Sampling
 from kvlab.serving.scheduler import Plan, Scheduler, Work
-from kvlab.serving.simulate import Simulated, simulate
+from kvlab.serving.served import Served, serve
+from kvlab.serving.simulate import simulate
 
 __all__ = [
     "BlockPool",
@@ -19,7 +20,8 @@ __all__ = [
     "Request",
     "Sampling",
     "Scheduler",
-    "Simulated",
+    "Served",
     "Work",
+    "serve",
     "simulate",
 ]

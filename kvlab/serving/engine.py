@@ -120,6 +120,7 @@ class Engine:
             self.pool, self.tree, batching=batching, token_budget=token_budget, max_running=max_running, preempt=preempt, reserve=reserve,
             window=None if window is None else window + 1, sinks=self.cache.sinks, partial=self.cache.coding is None,
         )  # fmt: skip
+        self.plan = Plan()  # of the last step
         self._away: dict[str, list[list[Tensor]]] = {}
         self._dice: dict[str, torch.Generator] = {}
         self._names = (f"request-{number}" for number in itertools.count())
@@ -167,9 +168,9 @@ class Engine:
             raise ValueError(f"prompt: {wrong[0]!r} is no token of this model")
         return tuple(found)
 
-    def cancel(self, id: str) -> None:
+    def cancel(self, id: str, reason: str = "cancelled") -> None:
         """End a request. Raises ``ValueError`` for an id that is not there."""
-        self._leave(self.scheduler.cancel(id, now=self.clock()))
+        self._leave(self.scheduler.cancel(id, reason, self.clock()))
 
     @property
     def busy(self) -> bool:
@@ -180,7 +181,7 @@ class Engine:
         """One pass of the model over what the scheduler has chosen -> requests that are finished by it."""
         begun = self.clock()
         before = dict(self.scheduler.requests)
-        plan = self.scheduler.plan(begun)
+        plan = self.plan = self.scheduler.plan(begun)
         lost = [request for request in before.values() if request.status == FINISHED]  # past their deadline
         for request in lost:
             self._leave(request)

@@ -6,6 +6,7 @@ compared as tokens: a hash finds them, equality confirms them. Each tenant has a
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
@@ -24,6 +25,7 @@ class Node:
     block: int
     parent: Node | None
     children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    order: list[tuple[int, ...]] = field(default_factory=list)  # the children's tokens, sorted
     used: int = 0
     times: int = 0
     idle: bool = False  # only the tree holds it
@@ -96,10 +98,11 @@ class PrefixTree:
         partial, count = None, 0
         if node is not None:
             rest = tuple(tokens[len(found) * size : min(most, (len(found) + 1) * size)])
-            for child in node.children.values():
-                alike = _alike(child.tokens, rest)
+            at = bisect.bisect(node.order, rest)  # the most alike stands right before or after
+            for near in node.order[max(0, at - 1) : at + 1]:
+                alike = _alike(near, rest)
                 if alike > count:
-                    partial, count, best = child.block, alike, child
+                    partial, count, best = node.children[near].block, alike, node.children[near]
             if partial is not None:
                 self._met(best)
         return Match(tuple(found), partial, count, size)
@@ -122,6 +125,7 @@ class PrefixTree:
             child = node.children.get(own)
             if child is None:
                 child = node.children[own] = self._at[held[number]] = Node(own, held[number], node)
+                bisect.insort(node.order, own)
                 self.pool.share([held[number]])
                 self.pool.watch(held[number], self._changed)
             elif child.block != held[number]:
@@ -160,6 +164,7 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens], self._at[node.block]
+        del parent.order[bisect.bisect_left(parent.order, node.tokens)]
         self._idle -= 1
         self.pool.watch(node.block, None)
         self.pool.release([node.block])

@@ -273,14 +273,15 @@ class Scheduler:
             request = work.request
             if request.status == FINISHED:  # cancelled in the meantime
                 continue
-            if work.makes and request.id not in made:
+            makes = work.makes
+            if makes and request.id not in made:
                 raise ValueError(f"request {request.id!r}: the step makes a token, and none is given")
-            whole = work.makes and not request.output
+            whole = makes and not request.output
             request.computed = work.start + work.count
             if whole:
                 self._remember(request)
             self._shorten(request)
-            if work.makes:
+            if makes:
                 request.output.append(made[request.id])
                 request.times.append(now)
                 reason = (stop or {}).get(request.id) or (

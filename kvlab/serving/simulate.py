@@ -8,9 +8,7 @@ For what does not fit here: large models, thousands of requests, several replica
 from __future__ import annotations
 
 import heapq
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from kvlab import geometry, hardware
@@ -19,99 +17,18 @@ from kvlab.hardware import Hardware
 from kvlab.keep.base import parse_bytes
 from kvlab.keep.window import Window
 from kvlab.serving.block_pool import BlockPool
+from kvlab.serving.clocks import Clock, Roofline
 from kvlab.serving.pages import format_of
 from kvlab.serving.prefix_tree import PrefixTree
 from kvlab.serving.request import Request, Sampling
-from kvlab.serving.scheduler import Plan, Scheduler
+from kvlab.serving.scheduler import Scheduler
+from kvlab.serving.served import Account, Served
 from kvlab.serving.traces import Arrival, fresh_tokens
 from kvlab.strategy import Strategy
 
 ROUTING = ("round robin", "prefix")
 HOW = {"batching", "reserve", "token_budget", "max_running", "preempt"}
 RESERVE = 0.1  # of the devices' memory, for everything but weights and blocks
-
-#: Seconds of a step, from its plan.
-Clock = Callable[[Plan], float]
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A clock by measurement: seconds for a step, for each of its tokens, and for each token of cache that is read."""
-
-    step: float
-    token: float
-    read: float
-
-    def __call__(self, plan: Plan) -> float:
-        return self.step + self.token * plan.tokens + self.read * sum(work.start + work.count for work in plan.work)
-
-
-def fit(steps: Sequence[tuple[int, int, float]]) -> Fitted:
-    """A clock from measured steps ``(tokens, tokens of cache read, seconds)`` by least squares. Raises ``ValueError`` for fewer than 3 steps."""
-    import numpy as np
-
-    if len(steps) < 3:
-        raise ValueError(f"{len(steps)} steps are too few to fit a clock (allowed: 3 or more)")
-    table = np.array([[1.0, tokens, read] for tokens, read, _ in steps])
-    found = np.linalg.lstsq(table, np.array([seconds for *_, seconds in steps]), rcond=None)[0]
-    return Fitted(*(max(0.0, float(value)) for value in found))
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """A clock by the datasheets: weights once a step, the cache of each request once, two FLOP a weight and token, attention; whichever takes longest.
-
-    ``overhead``: seconds of a step for what is neither.
-    """
-
-    shape: Geometry
-    kind: Hardware
-    token_bytes: float  # of cache
-    devices: int = 1
-    weight_bits: int = 16
-    overhead: float = 0.0
-    window: int | None = None  # tokens that a query sees at most
-
-    def _seen(self, tokens: float) -> float:
-        return tokens if self.window is None else min(tokens, self.window)
-
-    def __call__(self, plan: Plan) -> float:
-        tokens, sequences = plan.tokens, len(plan.work)
-        share = hardware.weights_read(self.shape, max(1, sequences)) / (self.shape.parameters or 1)
-        read = geometry.weight_bytes(self.shape, self.weight_bits) * share
-        read += self.token_bytes * sum(self._seen(work.start + work.count) for work in plan.work)
-        flops = 2.0 * (self.shape.active_parameters or 0) * tokens
-        one = hardware.attention_flops(self.shape, 1)
-        flops += one * sum(work.count * self._seen(work.start + work.count / 2) for work in plan.work)
-        return self.overhead + max(read / (self.kind.bandwidth * self.devices), flops / ((self.kind.flops or 1) * self.devices))
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """What came of a trace, predicted. Times in seconds; medians and 95th percentiles over the requests that were served. ``usage``: (time, share of blocks in
-    use) after each step; ``together``: the most requests that ran at once.
-    """
-
-    served: int
-    refused: dict[str, int]
-    seconds: float
-    throughput: float
-    first_token: float
-    first_token_p95: float
-    per_token: float
-    prompt_tokens: int
-    computed: int
-    cached: int
-    made: int
-    preemptions: int
-    together: int
-    kv_usage: float
-    usage: tuple[tuple[float, float], ...] = field(repr=False, default=())
-    label: str = "predicted"
-
-    @property
-    def hit_rate(self) -> float:
-        return self.cached / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 class _Replica:
@@ -126,7 +43,7 @@ def simulate(
     trace: Sequence[Arrival], model: str | Geometry, device: str | Hardware, *, strategy: Strategy | None = None, devices: int = 1, weight_bits: int = 16,
     kv_memory: int | str | None = None, block_size: int = 16, prefix_caching: bool = True, policy: str = "lru", replicas: int = 1, routing: str = "round robin",
     clock: Clock | None = None, overhead: float = 0.0, **how: Any,
-) -> Simulated:  # fmt: skip
+) -> Served:  # fmt: skip
     """Serve ``trace`` as an engine would.
 
     Args:
@@ -178,10 +95,10 @@ class _Run:
         self.refused: dict[str, int] = {}
         self.requests: list[Request] = []
         self.new = fresh_tokens()
-        self.computed = self.together = 0
-        self.usage: list[tuple[float, float]] = []
+        self.ends: dict[str, int] = {}  # after so many new tokens a request stops, whatever it might have made
+        self.account = Account()
 
-    def run(self) -> Simulated:
+    def run(self) -> Served:
         """Whichever engine is furthest behind takes the next step; arrivals are handed out when their time has come."""
         following = 0
         busy: list[tuple[float, int]] = []
@@ -198,7 +115,9 @@ class _Run:
             following += 1
             engine = self.engines[number]
             idle = not engine.scheduler.busy
-            request = Request(str(following), arrival.prompt, Sampling(max_new_tokens=arrival.new), arrival.time)
+            sampling = Sampling(max_new_tokens=arrival.most or arrival.new)
+            request = Request(str(following), arrival.prompt, sampling, arrival.time)
+            self.ends[request.id] = arrival.new
             try:
                 engine.scheduler.add(request)
             except ValueError as error:
@@ -209,15 +128,21 @@ class _Run:
             if idle:
                 engine.now = max(engine.now, arrival.time)
                 heapq.heappush(busy, (engine.now, number))
-        return self._told()
+        preempted = sum(engine.scheduler.preempted for engine in self.engines)
+        return self.account.told(self.requests, self.refused, self.trace[0].time, "predicted", preempted)
 
     def _step(self, engine: _Replica, now: float) -> None:
         plan = engine.scheduler.plan(now)
         engine.now = now + self.clock(plan)
-        self.computed += plan.tokens
-        self.together = max(self.together, len(engine.scheduler.running))
-        engine.scheduler.done(plan, {work.request.id: next(self.new) for work in plan.work if work.makes}, engine.now)
-        self.usage.append((engine.now, engine.pool.usage))
+        made, stop = {}, {}
+        for work in plan.work:
+            if work.makes:
+                name = work.request.id
+                made[name] = next(self.new)
+                if len(work.request.output) + 1 >= self.ends[name]:
+                    stop[name] = "stop"
+        engine.scheduler.done(plan, made, engine.now, stop=stop)
+        self.account.step(plan, engine.scheduler, now, engine.now)
 
     def _route(self, arrival: Arrival, turn: int) -> int:
         if self.routing == "round robin" or len(self.engines) == 1:
@@ -228,21 +153,6 @@ class _Run:
             number for number in range(len(self.engines)) if load[number] <= 1.5 * min(load) + 4
         ]  # knowing the text is not worth any queue
         return max(near, key=lambda number: (known[number], -load[number], -self.engines[number].pool.used))
-
-    def _told(self) -> Simulated:
-        served = [request for request in self.requests if request.times]
-        if not served:
-            raise ValueError(f"no request could be served: {self.refused}")
-        first = sorted(request.times[0] - request.arrival for request in served)
-        between = [later - sooner for request in served for sooner, later in zip(request.times, request.times[1:], strict=False)]
-        begin, end = self.trace[0].time, max(request.times[-1] for request in served)
-        made = sum(len(request.output) for request in served)
-        mean = statistics.fmean(share for _, share in self.usage)
-        return Simulated(
-            len(served), self.refused, end - begin, made / max(end - begin, 1e-12), statistics.median(first), first[min(len(first) - 1, int(0.95 * len(first)))],
-            statistics.median(between) if between else 0.0, sum(len(request.prompt) for request in served), self.computed,
-            sum(request.cached for request in served), made, sum(engine.scheduler.preempted for engine in self.engines), self.together, mean, tuple(self.usage),
-        )  # fmt: skip
 
 
 def block_bytes(shape: Geometry, strategy: Strategy, block_size: int) -> float:

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request to come: ``time`` in seconds, token ids of its ``prompt``, ``new`` tokens that it will make. ``session``: what a router may go by."""
+    """A request to come: ``time`` in seconds, token ids of its ``prompt``, ``new`` tokens that it will make, up to ``most`` for all that a server knows (0: it
+    knows ``new``). ``session``: what a router may go by.
+    """
 
     time: float
     prompt: tuple[int, ...]
     new: int
     session: Hashable = None
+    most: int = 0
 
 
 WORDS = 32_000  # token ids are drawn from so many, unless told otherwise
@@ -31,7 +34,8 @@ def chat(
     seed: int = 0,
     words: int = WORDS,
 ) -> list[Arrival]:
-    """``count`` requests by chance (Poisson, ``rate`` a second); lengths log-normal around their medians, prompt and answer together up to ``limit``.
+    """``count`` requests by chance (Poisson, ``rate`` a second); lengths log-normal around their medians, prompt and answer together up to ``limit``,
+    and no server knows which answer ends before.
 
     Raises ``ValueError`` for counts, rates or lengths that cannot be.
     """
@@ -45,7 +49,7 @@ def chat(
         now += dice.expovariate(rate)
         length = min(limit - 1, max(1, round(prompt * dice.lognormvariate(0, spread))))
         new = min(limit - length, max(1, round(answer * dice.lognormvariate(0, spread))))
-        found.append(Arrival(now, _text(dice, length, words), new))
+        found.append(Arrival(now, _text(dice, length, words), new, most=limit - length))
     return found
 
 
@@ -53,7 +57,7 @@ def bursts(count: int, *, size: int = 20, pause: float = 10.0, seed: int = 0, **
     """As :func:`chat`, but ``size`` at once and then nobody for ``pause`` seconds."""
     _check(count=count, size=size, pause=pause)
     plain = chat(count, seed=seed, **lengths)  # type: ignore[arg-type]
-    return [Arrival(number // size * pause, one.prompt, one.new) for number, one in enumerate(plain)]
+    return [Arrival(number // size * pause, one.prompt, one.new, most=one.most) for number, one in enumerate(plain)]
 
 
 def shared_prompt(

@@ -7,8 +7,10 @@ import pytest
 from kvlab import Strategy, geometry, hardware, keep, store
 from kvlab.lab import Lab
 from kvlab.serving import Engine, Request, Sampling, Work, traces
+from kvlab.serving.clocks import Fitted, Roofline, calibrate, fit
 from kvlab.serving.scheduler import Plan
-from kvlab.serving.simulate import Fitted, Roofline, block_bytes, fit, simulate
+from kvlab.serving.served import serve
+from kvlab.serving.simulate import block_bytes, simulate
 from kvlab.serving.traces import Arrival
 from tests.panels.conftest import Characters
 
@@ -51,20 +53,83 @@ def test_the_engine_takes_the_same_steps(llama: Any):
     room = engine.pool.blocks * block_bytes(lab.geometry, Strategy(), 8)
     made = simulate(trace, lab.geometry, CARD, kv_memory=int(room), clock=lambda plan: 1.0, **how)
     found = engine.metrics()
-    assert [share for _, share in made.usage] == usage and len(usage) == found.steps == made.seconds
+    assert [moment.usage for moment in made.moments] == usage and len(usage) == found.steps == made.seconds
     assert (made.computed, made.cached, made.preemptions) == (found.tokens_computed, found.cached_tokens, found.preemptions)
     assert made.cached == sum(request.cached for request in requests) > 0
 
 
 def test_a_fitted_clock_finds_what_it_was_made_of():
-    true = Fitted(0.02, 0.001, 1e-6)
-    request = Request("a", tuple(range(500)))
-    plans = [Plan([Work(request, start, count)]) for start, count in ((0, 10), (10, 200), (210, 1), (300, 50))]
-    seen = [(plan.tokens, sum(work.start + work.count for work in plan.work), true(plan)) for plan in plans]
+    true = Fitted(0.02, 0.003, 0.001, 1e-6)
+    a, b = Request("a", tuple(range(500))), Request("b", tuple(range(500)))
+    works = [[(a, 0, 10)], [(a, 10, 200)], [(a, 210, 1)], [(a, 300, 50), (b, 0, 7)], [(a, 350, 1), (b, 7, 1)]]
+    plans = [Plan([Work(*work) for work in some]) for some in works]
+    seen = [(len(plan.work), plan.tokens, sum(work.start + work.count for work in plan.work), true(plan)) for plan in plans]
     made = fit(seen)
-    assert (made.step, made.token, made.read) == pytest.approx((0.02, 0.001, 1e-6), rel=1e-6)
+    assert (made.step, made.request, made.token, made.read) == pytest.approx((0.02, 0.003, 0.001, 1e-6), rel=1e-6)
+    assert fit([(1, tokens, 0, 0.5 - 0.001 * tokens) for tokens in (1, 2, 3, 4)]).token == 0.0  # never below nothing
     with pytest.raises(ValueError, match="2 steps are too few"):
         fit(seen[:2])
+
+
+class Clock:
+    """An engine's time, which passes a millisecond whenever somebody looks, and as much as one waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_trace_is_served_in_its_own_time(llama: Any):
+    """Two requests at the start, one long after: what was asked, when, and where each ends."""
+    lab = Lab("tiny", llama, Characters())  # type: ignore[arg-type]
+    clock = Clock()
+    engine = Engine(lab, kv_memory="1 MB", block_size=8, clock=clock)
+    trace = [
+        Arrival(3.0, (5, 6, 7), 4, most=50),
+        Arrival(3.0, (9,) * 12, 3),
+        Arrival(103.0, (5, 6, 8), 2),
+        Arrival(104.0, (5,) * 999, 2),
+    ]
+    made = serve(engine, trace, wait=clock.wait)
+    assert [len(request.output) for request in made.requests] == [4, 3, 2] and not engine.busy
+    assert [request.reason for request in made.requests] == ["stop", "length", "length"]
+    assert (made.served, made.made, made.computed, made.together, made.label) == (3, 9, 6 + 14 + 4, 2, "measured")
+    (said,) = made.refused
+    assert "more than the model's context" in said
+    assert 100.0 < made.seconds < 100.5 and made.requests[2].arrival == pytest.approx(100.0, abs=0.1)
+    assert all(0 < request.times[0] - request.arrival < 0.1 for request in made.requests)
+    first = made.moments[0]  # 3 tokens of 8, 12 of 16
+    assert (first.held, first.filled, first.tokens, first.read, first.running) == (24, 15, 15, 15, 2)
+    engine.add([5], Sampling(max_new_tokens=2))
+    with pytest.raises(ValueError, match="requests of its own"):
+        serve(engine, trace)
+    with pytest.raises(ValueError, match="trace is empty"):
+        serve(engine, [])
+
+
+def test_worst_case_reservation_holds_what_nobody_fills():
+    """Ten blocks of 8; prompts of 8 that stop after 8, and might have made 32: two fit if all is reserved, five if not."""
+    trace = [Arrival(0.0, tuple(range(number, number + 8)), 8, most=32) for number in range(0, 160, 8)]
+    how: Any = {"kv_memory": (10 * 8 * 131072), "block_size": 8, "prefix_caching": False, "clock": lambda plan: 1.0}
+    worst, paged = (simulate(trace, MODEL, CARD, reserve=reserve, **how) for reserve in ("worst", "blocks"))
+    assert (worst.together, worst.concurrent) == (2, 2.0) and worst.served == paged.served == 20
+    assert 4 <= paged.together <= 5 and paged.concurrent > 2 * worst.concurrent
+    assert worst.waste > 0.6 > 0.4 > paged.waste
+    assert all(len(request.output) == 8 for request in worst.requests)
+
+
+def test_a_clock_is_calibrated_on_this_machine(llama: Any):
+    lab = Lab("tiny", llama, Characters())  # type: ignore[arg-type]
+    made = calibrate(lab, most=4, tokens=64, new=4, kv_memory="8 MB", block_size=8)
+    assert made.step + made.request + made.token > 0
+    one = Plan([Work(Request("a", tuple(range(64))), 0, 64)])
+    assert 1e-4 < made(one) < 5.0
 
 
 def test_roofline_of_a_mixed_step():
