@@ -1,5 +1,5 @@
 """Studies, whose rows lie in ``data/results``. Of the keep axis: what a budget of a fifth costs, what is forgotten, how long a text may be, what
-evidence costs while a prompt is read. `kvlab study NAME` runs one, or one of ``place_studies``."""
+evidence costs while a prompt is read. `kvlab study NAME` runs one, or one of ``place_studies`` and ``serving_studies``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from kvlab import _data
 from kvlab.keep.base import Room
 from kvlab.lab import Lab
-from kvlab.measure import place_studies
+from kvlab.measure import place_studies, serving_studies
 from kvlab.measure.machine import machine
 from kvlab.measure.quality import control, quality
 from kvlab.measure.stream import stream
@@ -239,8 +239,16 @@ STUDIES: dict[str, Callable[..., Iterator[Row]]] = {
     "stream": streaming,
     "overlap": place_studies.overlap,
     "selective": place_studies.selective,
+    "paging": serving_studies.paging,
+    "blocks": serving_studies.blocks,
+    "batching": serving_studies.batching,
+    "batch8": serving_studies.batch8,
+    "prefix": serving_studies.prefix,
+    "simulator": serving_studies.simulator,
 }
-RESULTS = {"overlap": "place.jsonl", "selective": "place.jsonl"}  # others in keep.jsonl
+RESULTS = dict.fromkeys(("overlap", "selective"), "place.jsonl") | dict.fromkeys(
+    ("paging", "blocks", "batching", "batch8", "prefix", "simulator"), "serving.jsonl"
+)  # others in keep.jsonl
 
 
 def recorded(name: str) -> list[Row]:
