@@ -222,10 +222,23 @@ def _token_bytes(lab: Lab) -> float:
 
 
 def _one_by_one(lab: Lab, trace: Sequence[Arrival]) -> tuple[int, float, Row]:
-    begun = time.perf_counter()
-    tokens = [lab.generate(torch.tensor([one.prompt]), max_new_tokens=one.new).tokens for one in trace]
-    seconds = time.perf_counter() - begun
-    return sum(map(len, tokens)), seconds, {"tokens": tokens} if len(trace) == 8 else {"requests": len(trace)}
+    """transformers' own ``generate()``, a request at a time."""
+    attention.detach(lab.model)
+    try:
+        begun = time.perf_counter()
+        tokens = [
+            lab.model.generate(
+                torch.tensor([one.prompt]), max_new_tokens=one.new, do_sample=False, pad_token_id=0, eos_token_id=None
+            )[0, len(one.prompt) :].tolist()
+            for one in trace
+        ]
+        return (
+            sum(map(len, tokens)),
+            time.perf_counter() - begun,
+            {"tokens": tokens} if len(trace) == 8 else {"requests": len(trace)},
+        )
+    finally:
+        attention.attach(lab.model)
 
 
 def _padded(lab: Lab, trace: Sequence[Arrival], size: int) -> tuple[int, float, Row]:
@@ -239,7 +252,7 @@ def _padded(lab: Lab, trace: Sequence[Arrival], size: int) -> tuple[int, float, 
             ids = torch.tensor([[0] * (longest - len(one.prompt)) + list(one.prompt) for one in some])
             there = torch.tensor([[0] * (longest - len(one.prompt)) + [1] * len(one.prompt) for one in some])
             new = max(one.new for one in some)
-            lab.model.generate(ids, attention_mask=there, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+            lab.model.generate(ids, attention_mask=there, max_new_tokens=new, do_sample=False, pad_token_id=0, eos_token_id=None)
         return sum(one.new for one in trace), time.perf_counter() - begun, {}
     finally:
         attention.attach(lab.model)

@@ -172,6 +172,22 @@ class Engine:
         """End a request. Raises ``ValueError`` for an id that is not there."""
         self._leave(self.scheduler.cancel(id, reason, self.clock()))
 
+    def fork(self, id: str, sampling: Sampling | None = None, *, new: str | None = None) -> Request:
+        """A second answer to a request that runs, from where it is: it shares all blocks, and whoever writes to one first copies it.
+
+        ``sampling``: how it goes on; with the same dice it would say the same. Raises ``ValueError`` unless ``id`` runs, and where there is no room for one more.
+        """
+        old = self.scheduler.requests.get(id)
+        chosen = sampling or (old.sampling if old is not None else None)
+        if old is not None and chosen is not None and len(old.prompt) + chosen.max_new_tokens > self.lab.context:
+            raise ValueError(
+                f"max_new_tokens={chosen.max_new_tokens} is out of range (allowed: up to {self.lab.context - len(old.prompt)}, by the model's context)"
+            )
+        made = self.scheduler.fork(id, next(self._names) if new is None else new, sampling)
+        if made.sampling.temperature:
+            self._dice[made.id] = torch.Generator().manual_seed(made.sampling.seed)
+        return made
+
     @property
     def busy(self) -> bool:
         return self.scheduler.busy

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvlab.serving.block_pool import BlockPool, OutOfBlocks
 from kvlab.serving.prefix_tree import PrefixTree
-from kvlab.serving.request import FINISHED, RUNNING, SWAPPED, WAITING, Request
+from kvlab.serving.request import FINISHED, RUNNING, SWAPPED, WAITING, Request, Sampling
 
 BATCHING = ("continuous", "static")
 RESERVE = ("blocks", "worst")
@@ -96,14 +96,17 @@ class Scheduler:
         """Raises ``ValueError`` for an id in use, or a request that could not be served with all blocks for itself."""
         if request.id in self.requests:
             raise ValueError(f"request {request.id!r} is there already")
+        self._fits(request)
+        self.requests[request.id] = request
+        self.waiting.append(request)
+
+    def _fits(self, request: Request) -> None:
         need = self.pool.needed(request.most if self.window is None else min(request.most, self._widest()))
         if need > self.pool.blocks:
             raise ValueError(
                 f"request {request.id!r} needs up to {need} blocks of {self.pool.block_size} tokens, the pool has {self.pool.blocks} "
                 f"(allowed: prompt and new tokens together up to {self.pool.blocks * self.pool.block_size})"
             )
-        self.requests[request.id] = request
-        self.waiting.append(request)
 
     def cancel(self, name: str, reason: str = "cancelled", now: float = 0.0) -> Request:
         """End a request wherever it is. Raises ``ValueError`` for an id that is not there (or is finished)."""
@@ -317,8 +320,11 @@ class Scheduler:
         request.status, request.reason, request.finished = FINISHED, reason, now
         del self.requests[request.id]
 
-    def fork(self, name: str, new: str) -> Request:
-        """A second request that goes on from the same tokens, all blocks shared; whoever writes first copies. Raises ``ValueError`` unless ``name`` runs."""
+    def fork(self, name: str, new: str, sampling: Sampling | None = None) -> Request:
+        """A second request that goes on from the same tokens, all blocks shared; whoever writes first copies. ``sampling``: how it goes on, if not the same way.
+
+        Raises ``ValueError`` unless ``name`` runs.
+        """
         request = self.requests.get(name)
         if request is None or request.status != RUNNING:
             raise ValueError(f"request {name!r} is not running, so there is nothing to share")
@@ -326,9 +332,10 @@ class Scheduler:
             raise ValueError(f"request {new!r} is there already")
         if len(self.running) >= self.max_running:
             raise ValueError(f"max_running={self.max_running} requests run already")
+        made = Request(new, request.prompt, sampling or request.sampling, request.arrival, request.deadline, request.salt)
+        self._fits(made)
         held = self.pool.needed(request.computed)
         self.pool.share(block for block in request.blocks[:held] if block >= 0)
-        made = Request(new, request.prompt, request.sampling, request.arrival, request.deadline, request.salt)
         made.status, made.output, made.blocks, made.computed = (
             RUNNING,
             list(request.output),
