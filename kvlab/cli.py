@@ -175,14 +175,21 @@ def app() -> "typer.Typer":
         port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
         host: Annotated[str, typer.Option(help="Who may come in: this machine only, unless you say otherwise.")] = "127.0.0.1",
         key: Annotated[str | None, typer.Option(help="What clients must send as their API key; a new one if not given.")] = None,
+        export: Annotated[
+            str | None, typer.Option(help="Serve nothing; print these settings as flags of vllm or sglang.")
+        ] = None,
     ) -> None:
         """Serve a model through OpenAI's API (completions and chat, streaming): paged, batched continuously, prefixes shared. To try and to measure."""
         import kvlab
-        from kvlab.serving import Engine
+        from kvlab.serving import Engine, hand_over
         from kvlab.serving.server import serve as run_server
 
         chosen = read_strategy(strategy)
         engine = Engine(kvlab.load(model), chosen, kv_memory=kv_memory, block_size=block_size, prefix_caching=prefix_caching)
+
+        if export is not None:
+            typer.echo(str(hand_over(engine, export)))
+            return
 
         def ready(address: str, given: str, stop: Callable[[], object]) -> None:
             typer.echo(f"{engine.pool.blocks} blocks of {block_size} tokens at {address}, key {given}")
@@ -197,11 +204,16 @@ def app() -> "typer.Typer":
 
     @commands.command()
     def study(
-        name: Annotated[str, typer.Argument(help="compress, overlap, prefill, recall, selective or stream; see the README.")],
+        name: Annotated[
+            str,
+            typer.Argument(
+                help="compress, overlap, prefill, recall, selective or stream; of serving: paging, blocks, batching, batch8, prefix or simulator. See the README."
+            ),
+        ],
         model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,
         out: Annotated[Path | None, typer.Option(help="Add the rows to this JSON-lines file.")] = None,
     ) -> None:
-        """Run a study and print its table: what a budget costs, what is forgotten, how long a text may be, what prefetch hides."""
+        """Run a study and print its table: what a budget costs, what is forgotten, how long a text may be, what prefetch hides, what blocks save."""
         import kvlab
         from kvlab.measure.studies import study as run_study
 

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 
 from kvlab import attention
 from kvlab.lab import Lab
-from kvlab.serving import Engine, Sampling, Served, serve, simulate, traces
+from kvlab.serving import Engine, Sampling, Served, run_trace, simulate, traces
 from kvlab.serving.clocks import calibrate
 from kvlab.serving.simulate import block_bytes
 from kvlab.serving.traces import Arrival
@@ -163,7 +163,7 @@ def prefix(lab: Lab, say: Say, requests: int = 100, few: int = 10) -> Iterator[R
         )
         yield row
     engine = Engine(lab, **roomy)
-    real = serve(engine, at_once)
+    real = run_trace(engine, at_once)
     counted = simulate(
         at_once, lab.geometry, "H100 SXM 80GB", kv_memory="1 TB", max_running=requests, prefix_caching=False, clock=lambda _: 1.0
     )
@@ -187,7 +187,7 @@ def simulator(lab: Lab, say: Say, requests: int = 24) -> Iterator[Row]:
     how: dict[str, Any] = {"prefix_caching": False, "max_running": 8}
     engine = Engine(lab, kv_memory=int(2048 * _token_bytes(lab)), **how)
     clock = calibrate(lab, most=8, tokens=512)
-    real = serve(engine, trace)
+    real = run_trace(engine, trace)
     room = int(engine.pool.blocks * block_bytes(lab.geometry, Strategy(), 16))
     made = simulate(trace, lab.geometry, "H100 SXM 80GB", kv_memory=room, clock=clock, **how)
     for name, one in (("engine", real), ("simulated", made)):
@@ -259,7 +259,7 @@ def _padded(lab: Lab, trace: Sequence[Arrival], size: int) -> tuple[int, float, 
 
 
 def _engine(lab: Lab, trace: Sequence[Arrival], **how: Any) -> tuple[int, float, Row]:
-    made = serve(Engine(lab, **how), trace)
+    made = run_trace(Engine(lab, **how), trace)
     more: Row = {"together": made.together, "concurrent": made.concurrent, "waste": made.waste, "preemptions": made.preemptions}
     return made.made, made.seconds, more | ({"tokens": [one.output for one in made.requests]} if len(trace) == 8 else {})
 

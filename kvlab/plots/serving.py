@@ -324,9 +324,9 @@ def steps_summary(frames: Sequence[Frame]) -> str:
 def timeline_summary(static: Served, continuous: Served) -> str:
     """`In batches that begin and end together 40 requests take 12.1 s (...); joining and leaving at every step 6.0 s, 2.0 times the throughput.`"""
     return (
-        f"In batches that begin and end together {static.served} requests take {_time(static.seconds)}, {static.concurrent:.1f} at once; joining and leaving at "
-        f"every step {_time(continuous.seconds)}, {continuous.concurrent:.1f} at once: {continuous.throughput / static.throughput:.2f} times the throughput. "
-        f"Half of the first tokens come within {_time(static.first_token)} and {_time(continuous.first_token)}."
+        f"In batches that begin and end together {static.served} requests take {seconds(static.seconds)}, {static.concurrent:.1f} at once; joining and leaving at "
+        f"every step {seconds(continuous.seconds)}, {continuous.concurrent:.1f} at once: {continuous.throughput / static.throughput:.2f} times the throughput. "
+        f"Half of the first tokens come within {seconds(static.first_token)} and {seconds(continuous.first_token)}."
     )
 
 
@@ -490,6 +490,34 @@ def reservation_summary(made: Reservation, capacity: float = 0.0) -> str:
     return words
 
 
+# --- what was read before
+
+
+def prompts(run: Served | None = None, *, title: str = "Prompt tokens") -> go.Figure:
+    """One bar: prompt tokens that the tree had (blue), and those that were computed (orange)."""
+    fig = style.layout(go.Figure(), title, "tokens", "", height=150)
+    fig.add_trace(go.Bar(name="known from before", orientation="h", marker={"color": style.KEEP}, width=0.6))
+    fig.add_trace(go.Bar(name="computed", orientation="h", marker={"color": style.STORE}, width=0.6))
+    fig.update_layout(barmode="stack", hovermode="closest")
+    fig.update_yaxes(showgrid=False, rangemode="normal", visible=False)
+    return fig if run is None else update_prompts(fig, run)
+
+
+def update_prompts(fig: go.Figure, run: Served) -> go.Figure:
+    """Change a figure of `prompts` in place."""
+    counts = {"known from before": run.cached, "computed": run.prompt_tokens - run.cached}
+    bars = {name: {"y": ["prompts"], "x": [count], "hovertemplate": "%{x:,}"} for name, count in counts.items()}
+    return style.apply(fig, bars, {"xaxis.range": [0, 1.05 * run.prompt_tokens]})
+
+
+def prompts_summary(run: Served) -> str:
+    """`Of 206,400 prompt tokens the tree had 198,000 (96%): 8,400 were computed.`"""
+    return (
+        f"Of {run.prompt_tokens:,} prompt tokens the tree had {run.cached:,} ({100 * run.hit_rate:.0f}%): {run.prompt_tokens - run.cached:,} were computed. "
+        f"Half of the first tokens come within {seconds(run.first_token)}, 95% within {seconds(run.first_token_p95)}."
+    )
+
+
 # --- the size of a block
 
 
@@ -555,5 +583,6 @@ def block_sizes_summary(waste: Sequence[Mapping[str, Any]], steps: Sequence[Mapp
     )
 
 
-def _time(seconds: float) -> str:
+def seconds(seconds: float) -> str:
+    """As a person says it."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -2,10 +2,12 @@
 
 from kvlab.serving.block_pool import BlockPool, OutOfBlocks
 from kvlab.serving.engine import Completion, Engine, Metrics
+from kvlab.serving.handover import hand_over
 from kvlab.serving.prefix_tree import Match, PrefixTree
 from kvlab.serving.request import Request, Sampling
+from kvlab.serving.reservation import Reservation, reserve
 from kvlab.serving.scheduler import Plan, Scheduler, Work
-from kvlab.serving.served import Served, serve
+from kvlab.serving.served import Served, run_trace
 from kvlab.serving.simulate import simulate
 
 __all__ = [
@@ -18,10 +20,13 @@ __all__ = [
     "Plan",
     "PrefixTree",
     "Request",
+    "Reservation",
     "Sampling",
     "Scheduler",
     "Served",
     "Work",
-    "serve",
+    "hand_over",
+    "reserve",
+    "run_trace",
     "simulate",
 ]

@@ -139,6 +139,13 @@ class _Side:
             rows = rows.view(*table.shape, *rows.shape[1:])
         return rows.transpose(-4, -3).flatten(-3, -2)
 
+    def stored(self) -> Tensor | Codes:
+        """All blocks, as kernels take them."""
+        if self.coding is None:
+            return self.plain
+        group = self.size if self.axis == "channel" else self.group
+        return Codes(self.codes, self.scale, self.zero, self.coding.bits, self.axis, group, None, self.coding.format)
+
     def copy(self, source: int, target: int, count: int) -> None:
         """The first ``count`` tokens of a block to another one."""
         if self.coding is None:
@@ -247,11 +254,14 @@ class PagedLayer(CacheLayerMixin):
         assert self.new is not None
         keys, values = self.new
         self.new = None
-        step, coded = self.cache.step, self.cache.coding is not None
+        step, coded, fused = self.cache.step, self.cache.coding is not None, attention.scorable(query, values[None])
         out = query.new_empty((1, query.shape[1], query.shape[2], values.shape[2]))
         if not coded:
             self.key_pages.put(keys, *step.slots)
             self.value_pages.put(values, *step.slots)
+        open_: list[
+            tuple[Tensor, Tensor]
+        ] = []  # of the works of one token: the plain tokens of their blocks that are codes once they are full
         for start, work in zip(step.starts, step.works, strict=True):
             own = slice(start, start + work.count)
             if not coded and work.count == 1:
@@ -260,10 +270,57 @@ class PagedLayer(CacheLayerMixin):
             if coded:
                 table = work.request.blocks
                 near = self.key_pages.write(near[0], table, work.start), self.value_pages.write(near[1], table, work.start)
+                if work.count == 1 and fused:
+                    open_.append(near)
+                    continue
             out[:, :, own] = self._piece(query[:, :, own], work, *near, rule, scale, softcap, sinks)
-        if not coded and step.singles:
-            out[0, :, step.single_rows] = self._singles(query[0, :, step.single_rows], rule, scale, softcap, sinks)
+        if step.singles and (fused or not coded):
+            single = query[0, :, step.single_rows]
+            if fused:
+                out[0, :, step.single_rows] = self._fused(single, open_, rule, scale, softcap, sinks)
+            else:
+                out[0, :, step.single_rows] = self._singles(single, rule, scale, softcap, sinks)
         return out
+
+    def _fused(
+        self,
+        query: Tensor,
+        near: list[tuple[Tensor, Tensor]],
+        rule: attention.Rule,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """As :meth:`_singles`, by the kernel that reads the blocks where they lie; ``near``: each one's own block, plain, where the others are codes."""
+        from kvlab_kernels.decode import paged_decode_attention
+
+        step, (table, there) = self.cache.step, self.cache.step.single_table
+        last = step.single_last
+        rest_k = rest_v = None
+        length = last[:, 0] + 1
+        places = torch.arange(table.shape[1] * step.size, device=query.device).view(1, -1).expand(len(near) or len(table), -1)
+        seen = there.repeat_interleave(step.size, 1)
+        if near:
+            length = last[:, 0] // step.size * step.size
+            counts = [k.shape[1] for k, _ in near]
+            rest_k, rest_v = (
+                torch.stack([F.pad(pair[side], (0, 0, 0, max(counts) - count)) for pair, count in zip(near, counts, strict=True)])
+                for side in (0, 1)
+            )
+            columns = torch.arange(max(counts), device=query.device).view(1, -1)
+            places = torch.cat([places, length.view(-1, 1) + columns], 1)
+            seen = torch.cat([seen, columns < torch.tensor(counts, device=query.device).view(-1, 1)], 1)
+        bias = None
+        if near or self.cache.window is not None or not rule.causal:
+            seen = seen & self._seen(last, places)
+            if not rule.causal:
+                seen = seen & self._allowed(rule, last, places)
+            bias = torch.zeros(seen.shape, device=query.device).masked_fill(~seen, float("-inf"))[:, None, None]
+        out, _ = paged_decode_attention(
+            query.transpose(0, 1).unsqueeze(2), self.key_pages.stored(), self.value_pages.stored(), table.int().unsqueeze(1), scaling=scale,
+            length=length.int(), bias=bias, softcap=softcap, sinks=sinks, residual_k=rest_k, residual_v=rest_v,
+        )  # fmt: skip
+        return out.squeeze(2).transpose(0, 1)
 
     def _singles(self, query: Tensor, rule: attention.Rule, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
         """One query each, ``[Hq, n, D]``, of several requests of any lengths -> ``[Hq, n, Dv]``."""

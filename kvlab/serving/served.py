@@ -125,7 +125,7 @@ class Account:
         )
 
 
-def serve(
+def run_trace(
     engine: Engine, trace: Sequence[Arrival], *, progress: Callable[[str, int, int], Any] | None = None, wait: Callable[[float], Any] = time.sleep
 ) -> Served:  # fmt: skip
     """Have an idle engine serve ``trace`` in real time: each request comes when its time has come, and ends with its ``new`` tokens.

@@ -8,7 +8,7 @@ For what does not fit here: large models, thousands of requests, several replica
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvlab import geometry, hardware
@@ -42,7 +42,7 @@ class _Replica:
 def simulate(
     trace: Sequence[Arrival], model: str | Geometry, device: str | Hardware, *, strategy: Strategy | None = None, devices: int = 1, weight_bits: int = 16,
     kv_memory: int | str | None = None, block_size: int = 16, prefix_caching: bool = True, policy: str = "lru", replicas: int = 1, routing: str = "round robin",
-    clock: Clock | None = None, overhead: float = 0.0, **how: Any,
+    clock: Clock | None = None, overhead: float = 0.0, progress: Callable[[int, int], Any] | None = None, **how: Any,
 ) -> Served:  # fmt: skip
     """Serve ``trace`` as an engine would.
 
@@ -51,6 +51,7 @@ def simulate(
         replicas: so many engines, each with ``devices`` devices. routing: "round robin", or "prefix": to the one whose tree knows most of the prompt, unless
             it has far more to do than another.
         clock: seconds of a step from its plan; None: the roofline, ``overhead`` seconds added to each step.
+        progress: called now and then with the requests that have come, and all.
         how: batching, reserve, token_budget, max_running, preempt, as for :class:`Scheduler`.
 
     Raises ``ValueError`` for an empty trace, a model that does not fit, unknown names, or a strategy that cannot be paged.
@@ -86,11 +87,19 @@ def simulate(
     seen = chosen.keep.size + chosen.keep.sinks + 1 if isinstance(chosen.keep, Window) else None
     engines = [_Replica(int(room // block), block_size, prefix_caching, how, policy) for _ in range(replicas)]
     timing = clock or Roofline(shape, kind, block / block_size, devices, weight_bits, overhead, seen)
-    return _Run(trace, engines, routing, timing).run()
+    return _Run(trace, engines, routing, timing, progress).run()
 
 
 class _Run:
-    def __init__(self, trace: Sequence[Arrival], engines: list[_Replica], routing: str, clock: Clock) -> None:
+    def __init__(
+        self,
+        trace: Sequence[Arrival],
+        engines: list[_Replica],
+        routing: str,
+        clock: Clock,
+        progress: Callable[[int, int], Any] | None = None,
+    ) -> None:
+        self.progress = progress
         self.trace, self.engines, self.routing, self.clock = sorted(trace, key=lambda one: one.time), engines, routing, clock
         self.refused: dict[str, int] = {}
         self.requests: list[Request] = []
@@ -107,6 +116,8 @@ class _Run:
                 now, number = heapq.heappop(busy)
                 engine = self.engines[number]
                 self._step(engine, now)
+                if self.progress and len(self.account.moments) % 64 == 0:
+                    self.progress(following, len(self.trace))
                 if engine.scheduler.busy:
                     heapq.heappush(busy, (engine.now, number))
                 continue

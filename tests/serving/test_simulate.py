@@ -9,7 +9,7 @@ from kvlab.lab import Lab
 from kvlab.serving import Engine, Request, Sampling, Work, traces
 from kvlab.serving.clocks import Fitted, Roofline, calibrate, fit
 from kvlab.serving.scheduler import Plan
-from kvlab.serving.served import serve
+from kvlab.serving.served import run_trace
 from kvlab.serving.simulate import block_bytes, simulate
 from kvlab.serving.traces import Arrival
 from tests.panels.conftest import Characters
@@ -96,7 +96,7 @@ def test_a_trace_is_served_in_its_own_time(llama: Any):
         Arrival(103.0, (5, 6, 8), 2),
         Arrival(104.0, (5,) * 999, 2),
     ]
-    made = serve(engine, trace, wait=clock.wait)
+    made = run_trace(engine, trace, wait=clock.wait)
     assert [len(request.output) for request in made.requests] == [4, 3, 2] and not engine.busy
     assert [request.reason for request in made.requests] == ["stop", "length", "length"]
     assert (made.served, made.made, made.computed, made.together, made.label) == (3, 9, 6 + 14 + 4, 2, "measured")
@@ -108,9 +108,9 @@ def test_a_trace_is_served_in_its_own_time(llama: Any):
     assert (first.held, first.filled, first.tokens, first.read, first.running) == (24, 15, 15, 15, 2)
     engine.add([5], Sampling(max_new_tokens=2))
     with pytest.raises(ValueError, match="requests of its own"):
-        serve(engine, trace)
+        run_trace(engine, trace)
     with pytest.raises(ValueError, match="trace is empty"):
-        serve(engine, [])
+        run_trace(engine, [])
 
 
 def test_worst_case_reservation_holds_what_nobody_fills():
