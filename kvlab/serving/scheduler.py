@@ -219,7 +219,8 @@ class Scheduler:
         try:
             self._take_up_to(request, request.computed + count)
             at = request.computed // size
-            if request.computed % size and self.pool.references(request.blocks[at]) > 1:
+            # what the plan itself holds is read before anything is written, so the last one needs no copy
+            if request.computed % size and self._readers(plan, request.blocks[at]) > 1:
                 self._clear(1)
                 shared = request.blocks[at]
                 request.blocks[at], _ = self.pool.own(shared)
@@ -228,6 +229,9 @@ class Scheduler:
         except OutOfBlocks:
             return False
         return True
+
+    def _readers(self, plan: Plan, block: int) -> int:
+        return self.pool.references(block) - plan.held.count(block)
 
     def _take_up_to(self, request: Request, tokens: int, spare: int = 0) -> None:
         count = max(0, self.pool.needed(tokens) - len(request.blocks))

@@ -7,8 +7,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvlab
 from kvlab import KVCache, Strategy, attach, attention, keep, store
 from kvlab.cache import forward
+from kvlab.lab import Lab
+from kvlab.serving import Engine, Sampling
 from kvlab.store.base import LayerShape
 from kvlab_kernels import decode, quantize, scored
+from tests.panels.conftest import Characters
 
 PROMPT, STEPS = 21, 2
 
@@ -187,3 +190,32 @@ def test_what_must_be_differentiated_goes_the_way_of_torch(model, calls, monkeyp
     out.sum().backward()
     assert not any(calls.values()) and model.model.layers[0].self_attn.q_proj.weight.grad is not None
     model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Strategy(),
+        Strategy(store=store.Int(bits=8, group_size=8)),
+        Strategy(keep.Window(size=12, sinks=2)),
+        Strategy(store=store.Fp8()),
+    ],
+    ids=str,
+)
+def test_an_engine_reads_its_blocks_where_they_lie(model, how, calls, monkeypatch):
+    """Requests of several lengths in one launch: whole blocks through the table, tokens of blocks that are not codes yet beside them."""
+    lab = Lab("tiny", model, Characters())
+
+    def logits():
+        engine, seen = Engine(lab, how, kv_memory="1 MB", block_size=8), []
+        choose = engine._choose
+        monkeypatch.setattr(engine, "_choose", lambda request, row: seen.append(row) or choose(request, row))
+        engine.generate([list(range(5, 5 + count)) for count in (3, 21)], Sampling(max_new_tokens=3, ignore_eos=True))
+        return torch.stack(seen)
+
+    want = logits()
+    assert not any(calls.values())
+    monkeypatch.setenv("KVLAB_FUSED", "1")
+    got = logits()
+    assert calls["paged_decode_attention"] == 2
+    assert (got - want).abs().max() < 2e-4 * want.abs().max()

@@ -4,15 +4,17 @@ from typing import Any
 
 import pytest
 
+from kvlab.lab import Lab
 from kvlab.panels.block_table import BlockTable
 from kvlab.panels.traffic import BLOCKS, CONTINUOUS, STATIC, WORST, Traffic
 from kvlab.plots import serving as plots
 from kvlab.plots import style
+from tests.panels.conftest import Characters
 
 
 @pytest.fixture(scope="module")
-def table(characters_lab: Any) -> BlockTable:
-    panel = BlockTable(characters_lab, requests=4, every=2, prefix=20, own=8, new=6, memory=128)
+def table(llama: Any) -> BlockTable:
+    panel = BlockTable(Lab("tiny", llama, Characters()), requests=4, every=2, prefix=20, own=8, new=6, memory=128)
     assert panel.wait(60) and not panel.error.value
     return panel
 
@@ -75,8 +77,8 @@ def test_traffic_shows_what_was_simulated() -> None:
     bars = style.trace(panel.figures["static"], "answers")
     assert max(b + x for b, x in zip(bars.base, bars.x, strict=True)) == pytest.approx(max(ends.values()), rel=0.2)
     panel.kind.value = "one system prompt"
-    assert panel.wait(60) and panel.shown["runs"][CONTINUOUS].hit_rate > 0.9
-    assert "(9" in panel.cards["prefixes"].text
+    assert panel.wait(60) and panel.shown["runs"][CONTINUOUS].hit_rate > 0.8
+    assert f"the tree had {panel.shown['runs'][CONTINUOUS].cached:,} (87%)" in panel.cards["prefixes"].text
     panel.sharing.value = False
     assert panel.wait(60) and panel.shown["runs"][CONTINUOUS].hit_rate == 0
     panel.memory.value = 0.0

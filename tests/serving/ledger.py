@@ -60,7 +60,7 @@ class Ledger:
             request, tokens = work.request, tuple(work.request.tokens)
             for place in range(work.start, work.start + work.count):
                 block = request.blocks[place // size]
-                assert self.pool.references(block) == 1, "a block that others read is written"
+                assert self.pool.references(block) == 1 + plan.held.count(block), "a block that others read is written"
                 assert (block, place % size) not in written, "written twice"
                 written.add((block, place % size))
                 self.content[block][place % size] = tokens[place]
