@@ -115,6 +115,8 @@ class BlockTable(Bench):
         ]
         self._frames: list[Frame] = []
         super().__init__(lab, None, boxes=boxes, drawings=DRAWINGS, columns=COLUMNS)
+        for name in ("table", "tree"):  # no labels on the left
+            self.figures[name].update_layout(margin={"l": 10})
         for one in self._controls.values():
             one.observe(lambda _: self._changed(), "value")
         self.step.observe(lambda _: self._moved(), "value")

@@ -27,7 +27,7 @@ from kvlab.store.int import Int
 from kvlab.strategy import Strategy
 
 SHOWN = 24  # requests of a timeline
-STATIC, CONTINUOUS = "in batches", "joining and leaving"
+STATIC, CONTINUOUS = "static", "continuous"
 WORST, BLOCKS = "the worst case reserved", "blocks as needed"
 Make = Callable[["Asked"], Sequence[Arrival]]
 KINDS: dict[str, Make] = {
@@ -45,12 +45,12 @@ KINDS: dict[str, Make] = {
     "agents of 8 tool calls": lambda a: traces.tools(max(1, a.requests // 8), system=a.prefix),
 }
 DRAWINGS = {
-    "static": Drawing("batches that begin and end together", 340, lambda: plots.timeline(title="")),
-    "continuous": Drawing("joining and leaving at every step", 340, lambda: plots.timeline(title="")),
+    "static": Drawing("static batching", 340, lambda: plots.timeline(title="")),
+    "continuous": Drawing("continuous batching", 340, lambda: plots.timeline(title="")),
     "usage": Drawing("how full the blocks are", 250, lambda: plots.usage(title="")),
-    "reservation": Drawing("what is set aside for the same requests", 190, lambda: plots.reservation(title="")),
+    "reservation": Drawing("reserved, or in blocks", 190, lambda: plots.reservation(title="")),
     "prefixes": Drawing("prompt tokens", 150, lambda: plots.prompts(title="")),
-    "block": Drawing("the size of a block (recorded on SmolLM2)", 250, lambda: plots.block_sizes(*_rows(), title="")),
+    "block": Drawing("block size", 250, lambda: plots.block_sizes(*_rows(), title="")),
 }
 COLUMNS = (("static", "continuous", "usage"), ("reservation", "prefixes", "block"))
 
@@ -162,7 +162,7 @@ class Traffic(Bench):
         most = max((span.end for own in spans.values() for span in own), default=1.0)
         plots.update_timeline(self.figures["static"], spans[STATIC], most=most)
         plots.update_timeline(self.figures["continuous"], spans[CONTINUOUS], most=most)
-        first = f"the first {min(SHOWN, len(trace))} requests" if len(trace) > SHOWN else f"{len(trace)} requests"
+        first = f"first {SHOWN} of {len(trace)}" if len(trace) > SHOWN else f"{len(trace)} requests"
         self._say(
             "static",
             f"{static.throughput:,.0f} tokens a second; half of the first tokens within {plots.seconds(static.first_token)}.",
@@ -179,12 +179,12 @@ class Traffic(Bench):
         self._say(
             "reservation",
             f"{plots.reservation_summary(made)} A token takes {geometry.text(round(token))}.",
-            f"all {len(trace)} requests at once",
+            f"all {len(trace)} at once",
         )
         plots.update_prompts(self.figures["prefixes"], continuous)
         self._say("prefixes", plots.prompts_summary(continuous), "predicted" if asked.sharing else "prefix caching is off")
         plots.update_block_sizes(self.figures["block"], asked.block_size)
-        self._say("block", plots.block_sizes_summary(*_rows()), "measured and counted, see data/results/serving.jsonl")
+        self._say("block", plots.block_sizes_summary(*_rows()), "recorded on SmolLM2")
 
     def __repr__(self) -> str:
         return f"Traffic: predicted\n{self.text}" if "runs" in self.shown else "Traffic: nothing simulated yet"

@@ -29,12 +29,12 @@ FREE, COPIED = "free", "copied in this step"
 def block_table(now: Frame | None = None, *, title: str = "The block table") -> go.Figure:
     """Each block a cell, filled as far as it has tokens, in the hue of who reads it; places without a token hatched."""
     fig = style.layout(go.Figure(), title, "", "", height=420)
-    fig.add_trace(_cells(FREE, "#f2f2f2", line="#c9c9c9"))
+    fig.add_trace(_cells(FREE, "rgba(128,128,128,0.13)", line="rgba(128,128,128,0.5)"))
     for number, name in enumerate(NAMES):
         fig.add_trace(_cells(name, HUES[number % len(HUES)]))
     fig.add_trace(_cells(SHARED, "#4d5b66"))
     fig.add_trace(_cells(KEPT, style.WEIGHTS))
-    fig.add_trace(_cells(EMPTY, "#ffffff", pattern="/", line="#9a9a9a"))
+    fig.add_trace(_cells(EMPTY, "rgba(0,0,0,0)", pattern="/", line="#9a9a9a"))
     text = {"color": "#ffffff", "size": 11, "family": style.FONT}
     fig.add_trace(go.Scatter(name="readers", mode="text", textfont=text, hoverinfo="skip", showlegend=False))
     square = {"symbol": "square-open", "size": 18, "color": style.DANGER, "line": {"width": 3}}
@@ -48,7 +48,7 @@ def block_table(now: Frame | None = None, *, title: str = "The block table") -> 
 def _cells(name: str, hue: str, *, pattern: str = "", line: str = "#ffffff") -> go.Bar:
     look: dict[str, Any] = {"color": hue, "line": {"width": 1, "color": line}}
     if pattern:
-        look["pattern"] = {"shape": pattern, "size": 5, "fgcolor": "#9a9a9a", "bgcolor": "#ffffff", "solidity": 0.3}
+        look["pattern"] = {"shape": pattern, "size": 5, "fgcolor": "#9a9a9a", "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}
     return go.Bar(name=name, marker=look, width=0.9)
 
 
@@ -227,8 +227,8 @@ STATES = {
     "waits": (style.FULL, ""),
     "reads its prompt": (style.STORE, ""),
     "answers": (style.KEEP, ""),
-    "put away": ("#ffffff", "/"),
-    "held up": ("#d9d9d9", ""),
+    "put away": ("rgba(0,0,0,0)", "/"),
+    "held up": ("#b9b9b9", ""),
 }
 
 
@@ -274,7 +274,7 @@ def timeline(spans: Sequence[Span] = (), *, unit: str = "s", title: str = "Who r
     for name, (hue, pattern) in STATES.items():
         look: dict[str, Any] = {"color": hue, "line": {"width": 0}}
         if pattern:
-            look["pattern"] = {"shape": pattern, "size": 5, "fgcolor": "#9a9a9a", "bgcolor": "#ffffff", "solidity": 0.3}
+            look["pattern"] = {"shape": pattern, "size": 5, "fgcolor": "#9a9a9a", "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}
         fig.add_trace(go.Bar(name=name, orientation="h", marker=look, width=0.8))
     fig.update_layout(barmode="overlay", bargap=0, hovermode="closest")
     fig.update_yaxes(autorange="reversed", rangemode="normal", showgrid=False, type="category")
@@ -322,10 +322,10 @@ def steps_summary(frames: Sequence[Frame]) -> str:
 
 
 def timeline_summary(static: Served, continuous: Served) -> str:
-    """`In batches that begin and end together 40 requests take 12.1 s (...); joining and leaving at every step 6.0 s, 2.0 times the throughput.`"""
+    """`In static batches 40 requests take 12.1 s (...); batched continuously 6.0 s, ...: 2.0 times the throughput.`"""
     return (
-        f"In batches that begin and end together {static.served} requests take {seconds(static.seconds)}, {static.concurrent:.1f} at once; joining and leaving at "
-        f"every step {seconds(continuous.seconds)}, {continuous.concurrent:.1f} at once: {continuous.throughput / static.throughput:.2f} times the throughput. "
+        f"In static batches {static.served} requests take {seconds(static.seconds)}, {static.concurrent:.1f} at once; batched continuously "
+        f"{seconds(continuous.seconds)}, {continuous.concurrent:.1f} at once: {continuous.throughput / static.throughput:.2f} times the throughput. "
         f"Half of the first tokens come within {seconds(static.first_token)} and {seconds(continuous.first_token)}."
     )
 
@@ -426,7 +426,7 @@ def usage_summary(runs: Mapping[str, Served]) -> str:
     """`the worst case reserved: 8.0 at once, 81% of the held places empty; ...`"""
     return (
         "; ".join(
-            f"{name}: {run.concurrent:.1f} at once while others wait, {100 * run.waste:.1f}% of the held places empty"
+            f"{name}: {run.concurrent:.1f} at once on average, {run.together} at most, {100 * run.waste:.1f}% of the held places empty"
             + (f", {run.preemptions} times somebody had to make room" if run.preemptions else "")
             for name, run in runs.items()
         )
@@ -444,9 +444,9 @@ def reservation(
     fig = style.layout(go.Figure(), title, "GB", "", height=230)
     fig.add_trace(go.Bar(name="with tokens", orientation="h", marker={"color": style.KEEP}, width=0.6))
     look = {
-        "color": "#ffffff",
+        "color": "rgba(0,0,0,0)",
         "line": {"width": 1, "color": "#9a9a9a"},
-        "pattern": {"shape": "/", "size": 5, "fgcolor": "#9a9a9a", "bgcolor": "#ffffff", "solidity": 0.3},
+        "pattern": {"shape": "/", "size": 5, "fgcolor": "#9a9a9a", "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3},
     }
     fig.add_trace(go.Bar(name="set aside, empty", orientation="h", marker=look, width=0.6))
     fig.update_layout(barmode="stack", hovermode="closest")

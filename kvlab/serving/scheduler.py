@@ -190,9 +190,8 @@ class Scheduler:
         whole = (
             request.most if self.reserve == "worst" else request.length if self.batching == "static" else request.computed + count
         )
-        self._take_up_to(
-            request, whole, spare=1 if self.running and self.reserve == "blocks" else 0
-        )  # the oldest has a block to go on with
+        # everybody who runs can go on into another block: else the newcomer is soon the one who must make room
+        self._take_up_to(request, whole, spare=len(self.running) if self.reserve == "blocks" else 0)
         if away:
             plan.back.append((request, [block for block in request.blocks[: len(request.layout)] if block >= 0]))
             request.layout = []

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvlab.serving.engine import Engine
     from kvlab.serving.scheduler import Plan, Scheduler
 
+QUEUED = 0.2  # share of the time
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -36,7 +38,7 @@ class Moment:
 @dataclass(frozen=True)
 class Served:
     """Times in seconds; medians and 95th percentiles over the requests that were served. ``together``: the most requests that ran at once; ``concurrent``: how
-    many did on average while others waited (at all times, where none ever waited). ``kv_usage``: share of the blocks in use, over time; ``waste``: places
+    many did on average while others waited (at all times, where others waited for less than a fifth of it). ``kv_usage``: share of the blocks in use, over time; ``waste``: places
     of the running requests' blocks with no token in them, over time. ``label``: "measured" or "predicted".
     """
 
@@ -101,7 +103,9 @@ class Account:
         between = [later - sooner for one in served for sooner, later in zip(one.times, one.times[1:], strict=False)]
         end = max(request.times[-1] for request in served)
         made = sum(len(request.output) for request in served)
-        queued = [moment for moment in self.moments if moment.waiting] or self.moments
+        queued = [moment for moment in self.moments if moment.waiting]
+        if sum(moment.seconds for moment in queued) < QUEUED * sum(moment.seconds for moment in self.moments):
+            queued = self.moments
         return Served(
             served=len(served),
             refused=dict(refused),

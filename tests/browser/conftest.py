@@ -40,6 +40,11 @@ WRITTEN = {
         "TokenRiver(None, texts.reference_text()[:400], Strategy(keep=keep.HeavyHitter(budget=32, recent=8)))",
     ),
     "advisor": ("from kvlab.panels.advisor import Advisor", "Advisor()"),
+    "blocks": (
+        "from kvlab.panels.block_table import BlockTable",
+        "BlockTable(requests=4, new=12, answers=2)",
+    ),
+    "traffic": ("from kvlab.panels.traffic import Traffic", "Traffic(requests=50, kind='one system prompt')"),
     "blind": (
         "from kvlab import texts\nfrom kvlab.panels.blind import BlindTest",
         "BlindTest(None, None, texts.reference_text()[:8000], out='votes.jsonl', seed=1)",

@@ -21,13 +21,25 @@ CARDS = {
     "06_low_rank_and_merging": ("what the first directions keep", "rank needed by layer", "what is lost"),
     "07_offloading": ("one decode step", "bytes on the device", "the same bytes over other links"),
     "advisor": ("1 profile", "2 what binds", "3 what to try, in order", "4 measure quality", "5 where a step stands"),
+    "blocks": ("block table", "prefix tree", "who runs in which step", "blocks in use"),
+    "traffic": (
+        "static batching",
+        "continuous batching",
+        "how full the blocks are",
+        "reserved, or in blocks",
+        "prompt tokens",
+        "block size",
+    ),
     "river": ("token river", "attention on what is gone", "what each head still sees", "which layers hold alike"),
 }
 MOVES = {
     "river": ("token", r"Token \d+ “"),
     "07_offloading": ("tokens", "A step takes"),
     "advisor": ("context", "A token takes"),
+    "blocks": ("step", r"Step \d+: \d+ of \d+ blocks"),
+    "traffic": ("shared beginning", "tokens a second"),
 }  # the slider that is moved, and what the first card then says
+BOXES = {"advisor": "load", "traffic": "requests"}  # where it stands, if not among what is looked at
 
 
 def opened(open_notebook: Opened, name: str) -> Any:
@@ -86,7 +98,7 @@ def test_it_can_be_read_and_moved(open_notebook: Opened, name: str) -> None:
     readable(panel, titles)
     before = panel.text(titles[0])
     label, said = MOVES.get(name, ("layer", "ayer 11"))
-    panel.press(panel.handle("load" if name == "advisor" else "look-at", label), "ArrowLeft")
+    panel.press(panel.handle(BOXES.get(name, "look-at"), label), "ArrowLeft")
     panel.done()
     assert panel.text(titles[0]) != before
     assert re.search(said, panel.text(titles[0]))
