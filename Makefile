@@ -23,7 +23,7 @@ CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$
 
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help lab test lint unit oldest kernels-test course notebooks gpu nightly clean
+.PHONY: app docs help lab test lint unit oldest kernels-test course notebooks gpu nightly clean
 
 help:
 	@sed -n 's/^## //p' Makefile
@@ -31,6 +31,15 @@ help:
 ## make lab        install what is pinned, fetch the model once, open JupyterLab on the live lab
 lab: $(VENV)/.lab $(VENV)/.model
 	@$(PY) kvlab/jupyter.py $(LAB_FLAGS)
+
+## make app        the live lab as a page without code (Voilà); make app PANEL=block-table for another panel
+PANEL ?= live-lab
+app: $(VENV)/.app $(VENV)/.model
+	@$(BIN)/kvlab app $(PANEL) $(LAB_FLAGS)
+
+## make docs       the site: course, reading and API, in docs/_build
+docs: $(VENV)/.docs
+	$(PY) -m sphinx -q -W --keep-going -c docs . docs/_build
 
 ## make test       install what tests need, then lint, unit and kernel tests, notebooks, browser
 test: $(VENV)/.test
@@ -111,6 +120,14 @@ ifneq ($(TRANSFORMERS),)
 	$(PY) -m pip --disable-pip-version-check install --quiet --upgrade "transformers$(if $(filter newest,$(TRANSFORMERS)),<6,==$(TRANSFORMERS))"
 endif
 	@touch $@ $(VENV)/.lab
+
+$(VENV)/.app: $(VENV)/.lab
+	$(PIP) -e ".[lab,kernels,app]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.lab
+	$(PIP) -e ".[lab,kernels,docs]"
+	@touch $@
 
 # Fetched and checked before the first start; whatever happens to it later, kvlab.load sees it.
 $(VENV)/.model: kvlab/fetch.py | $(VENV)/.lab

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from kvlab.errors import ModelUnavailable
 from kvlab.fetch import SMOLLM2, cache_dir, check, missing, smollm2
-from kvlab.jupyter import start
+from kvlab.jupyter import PANELS, start
+from kvlab.jupyter import app as open_app
 
 if TYPE_CHECKING:
     import typer
@@ -48,6 +49,15 @@ def app() -> "typer.Typer":
         """Open the live lab in JupyterLab. Further options go to JupyterLab (--no-browser, --port 9000 …)."""
         smollm2()
         start(context.args)
+
+    @commands.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+    def app(
+        context: typer.Context,
+        panel: Annotated[str, typer.Argument(help=f"{', '.join(PANELS)}.")] = "live-lab",
+    ) -> None:
+        """Open one panel as a page without code (Voilà). Further options go to Voilà (--no-browser, --port 9000 …)."""
+        smollm2()
+        open_app(panel, context.args)
 
     @commands.command()
     def model(
