@@ -97,7 +97,11 @@ def app() -> "typer.Typer":
     ) -> None:
         """Measure strategies at tasks, the full cache as control: bytes, quality with the cache in the loop, recall, times; or a served model."""
         if endpoint:
-            served(endpoint, model, concurrency, requests, key, typer.echo)
+            if strategy or task or workers > 1:
+                raise ValueError(
+                    "--endpoint measures what a server does: --strategy, --task and --workers say nothing to it (allowed: --model, --out)"
+                )
+            served(endpoint, model, concurrency, requests, key, typer.echo, out)
             return
         import contextlib
 
@@ -320,8 +324,14 @@ SIDE_BY_SIDE = (
 )
 
 
-def served(url: str, model: str, concurrency: int, requests: int, key: str, say: Callable[[str], object]) -> None:
-    """Send stretches of the reference text to a server, each twice, and print what came: times, throughput, the effect of prompts sent before."""
+def served(
+    url: str, model: str, concurrency: int, requests: int, key: str, say: Callable[[str], object], out: Path | None = None
+) -> None:
+    """Send stretches of the reference text to a server, each twice, and print what came: times, throughput, the effect of prompts sent before; ``out``: add
+    the summary and every request to a JSON-lines file, once all have ended."""
+    import dataclasses
+    import datetime
+    import json
     import time
 
     from kvlab.measure.endpoint import measure_endpoint, summary, watched
@@ -334,7 +344,21 @@ def served(url: str, model: str, concurrency: int, requests: int, key: str, say:
         begun = time.perf_counter()
         rows = measure_endpoint(url, model=model, prompts=order, concurrency=concurrency, key=key)
         took = time.perf_counter() - begun
-    say(str(summary(rows, order, took, seen.most)))
+    told = summary(rows, order, took, seen.most)
+    say(str(told))
+    if out is not None:
+        about = {
+            "endpoint": url,
+            "model": model,
+            "concurrency": concurrency,
+            "date": datetime.date.today().isoformat(),
+            "seconds": took,
+        }
+        with out.open("a", encoding="utf-8") as file:
+            file.write(
+                json.dumps(about | {"summary": dataclasses.asdict(told), "requests": [dataclasses.asdict(row) for row in rows]})
+                + "\n"
+            )
     if not any(row.ok for row in rows):
         raise ValueError(f"none of {len(rows)} requests came through")
 

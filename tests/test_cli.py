@@ -1,5 +1,8 @@
 """The command line and how it starts JupyterLab."""
 
+import importlib
+import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -110,3 +113,29 @@ def test_tasks_are_read_and_never_run(text: str, message: str) -> None:
         cli.read_task(text)
     assert str(cli.read_task("PassKeys(tokens=256, texts=2)")) == "PassKeys(tokens=256, texts=2)"
     assert str(cli.read_task("Copying")) == "Copying()"
+
+
+def test_a_panel_alone_listens_on_loopback_with_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(jupyter.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(jupyter.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
+    monkeypatch.setattr(jupyter.os, "execv", lambda path, line: started.append(line))
+    jupyter.app("block-table", ["--no-browser"])
+    ((python, _, voila, shown, *options),) = started
+    assert (
+        (python, voila) == (sys.executable, "voila")
+        and options[:2] == ["--Voila.ip=127.0.0.1", "--token"]
+        and options[-1] == "--no-browser"
+    )
+    (cell,) = json.loads(Path(shown).read_text())["cells"]
+    assert cell["source"] == "from kvlab.panels.block_table import BlockTable\n\nBlockTable()"
+    with pytest.raises(ValueError, match="panel='bench' is not one of live-lab"):
+        jupyter.app("bench", [])
+    monkeypatch.setattr(jupyter.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install 'kvlab\\[app\\]'"):
+        jupyter.app("live-lab", [])
+
+
+def test_every_panel_that_can_be_opened_alone_is_there() -> None:
+    for module, name in jupyter.PANELS.values():
+        assert hasattr(importlib.import_module(f"kvlab.panels.{module}"), name)

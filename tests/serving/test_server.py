@@ -13,6 +13,7 @@ pytest.importorskip("tornado")
 
 import httpx
 
+from kvlab import cli
 from kvlab.lab import Lab
 from kvlab.measure.endpoint import measure_endpoint, summary, watched
 from kvlab.serving import Engine, Sampling
@@ -98,6 +99,19 @@ def test_it_is_measured_from_outside(served: Any) -> None:
     assert not refused[0].ok and "401" in refused[0].why
     wrong = measure_endpoint(address, model="other", prompts=prompts[:1], key=key)
     assert not wrong[0].ok and "404" in wrong[0].why
+
+
+def test_what_was_measured_from_outside_is_written_down(served: Any, tmp_path: Any) -> None:
+    """`--out`: one line a run, failures with their reasons, added to what is there. (Stretches of the reference text are longer than this model's context.)"""
+    _, address, key = served
+    out, said = tmp_path / "rows.jsonl", []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="none of 4 requests came through"):
+            cli.served(address, "tiny", 2, 4, key, said.append, out)
+    first, second = map(json.loads, out.read_text().splitlines())
+    assert first["endpoint"] == second["endpoint"] == address and first["summary"]["requests"] == 4
+    assert [row["ok"] for row in first["requests"]] == [False] * 4 and all("400" in row["why"] for row in first["requests"])
+    assert len(said) == 2
 
 
 def test_metrics_in_the_names_that_servers_use(served: Any, client: Any) -> None:
