@@ -87,6 +87,7 @@ gpu: $(VENV)/.test
 	$(PY) kernels/gpu.py --out $(OUT)-kernels.json
 	$(PY) -m kvlab.measure.whole_model $(OUT)-model.json
 	$(PY) -m kvlab.measure.place_studies $(OUT)-offload.json
+	$(PY) -m kvlab.measure.serving_studies $(OUT)-serving.json
 
 ## make nightly    the tests that are too long for every run
 nightly: $(VENV)/.test $(VENV)/transformers-$(OLDEST)

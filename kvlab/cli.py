@@ -221,7 +221,7 @@ def app() -> "typer.Typer":
         name: Annotated[
             str,
             typer.Argument(
-                help="compress, overlap, prefill, recall, selective or stream; of serving: paging, blocks, batching, batch8, prefix or simulator. See the README."
+                help="compress, overlap, prefill, recall, selective or stream; of serving: paging, blocks, batching, batch8, prefix, shared or simulator. See the README."
             ),
         ],
         model: Annotated[str, typer.Option(help="A shipped name, a folder or a hub id.")] = SMOLLM2,

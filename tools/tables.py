@@ -106,24 +106,31 @@ def name_or_code(text: str) -> str:
 
 def served() -> str:
     batches, one = studied("batching"), {row["name"]: row for row in studied("batch8")}
-    lines = ["| 40 chats, all there at the start, memory for 8 of 2,048 tokens | tokens a second | at once, on average | places empty |", "|---|---|---|---|"]
+    lines = [
+        "| 40 chats, all there at the start, memory for 8 of 2,048 tokens | tokens a second | at once, on average | places empty |",
+        "|---|---|---|---|",
+    ]
     for row in batches:
         own = (f"{row['concurrent']:.1f}", f"{100 * row['waste']:.0f}%") if "waste" in row else ("", "")
         lines.append(f"| {row['name']} | {row['throughput']:.1f} | {own[0]} | {own[1]} |")
-    lines += ["", "| 400 chats in the same memory, counted by the scheduler (16-bit numbers) | at once | places empty | had to make room |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "| 400 chats in the same memory, counted by the scheduler (16-bit numbers) | at once | places empty | had to make room |",
+        "|---|---|---|---|",
+    ]
     for row in studied("paging"):
         if "blocks of" not in row["name"]:
             lines.append(f"| {row['name']} | {row['concurrent']:.1f} | {100 * row['waste']:.1f}% | {row['preemptions']} |")
-    prefix = {row["name"]: row for row in studied("prefix")}
+    prefix = {row["name"]: row for study in ("prefix", "shared") for row in studied(study)}
     shared, alone = prefix["one after the other, shared"], prefix["one after the other, not shared"]
     real, counted = prefix["all at once, shared"], prefix["all at once, not shared (counted)"]
     engine, made = studied("simulator")
     together, theirs = one["engine, together"], one["transformers' continuous batching"]
-    each = alone["prompt_computed"] / alone["requests"]
+    computed = real["computed"] - real["made"] + real["served"]  # each answer's last token is never read
     lines += [
         "",
         f"Eight texts at once: {together['times']:.2f} times the tokens a second of `generate()` one by one{', the same tokens' if together['same_tokens'] else ''}; transformers' own continuous batching {theirs['times']:.2f} times. "
-        f"A hundred requests with 2,000 tokens in common, 64 of their own: {100 * (1 - shared['prompt_computed'] / (each * shared['requests'])):.1f}% fewer prompt tokens computed, "
+        f"A hundred requests with 2,000 tokens in common, 64 of their own: {100 * (1 - computed / real['prompt_tokens']):.1f}% fewer prompt tokens computed, "
         f"the first token of later ones after {shared['later']:.2f} s instead of {alone['later']:.2f} s ({alone['later'] / shared['later']:.0f} times sooner), "
         f"{real['prefix_blocks']:,} blocks for the common part instead of {counted['prefix_blocks']:,}. "
         f"The simulator, its clock fitted to other requests on that machine: throughput {100 * (made['throughput'] / engine['throughput'] - 1):+.0f}%, KV usage {100 * (made['kv_usage'] / engine['kv_usage'] - 1):+.0f}% of the engine's.",

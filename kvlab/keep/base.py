@@ -203,15 +203,15 @@ def _share_or_bytes(value: Any) -> bool:
     return False
 
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(text: str) -> int:
-    """``"4 MB"`` -> 4,000,000. Raises ``ValueError`` for anything but a number above 0 and one of B, KB, MB, GB, KiB, MiB, GiB."""
+    """``"4 MB"`` -> 4,000,000. Raises ``ValueError`` for anything but a number above 0 and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     size = float(found[1]) * _UNITS.get(found[2].upper(), 0) if found else 0
     if size < 1:
-        raise ValueError("is no number of bytes (allowed: '4 MB', '512 KiB', ...; units B, KB, MB, GB, KiB, MiB, GiB)")
+        raise ValueError("is no number of bytes (allowed: '4 MB', '512 KiB', ...; units B, KB, MB, GB, TB, KiB, MiB, GiB, TiB)")
     return int(size)
 
 

@@ -1,13 +1,20 @@
 """Studies of serving, whose rows lie in ``data/results/serving.jsonl``: what blocks save, what batching gains, what sharing beginnings spares, and whether the
 simulator's clock is right. Times are of one run on one machine: their ratios mean something.
+
+``python -m kvlab.measure.serving_studies FILE`` times engines on a GPU, on a model of Llama-3.1-8B's shape with random weights, and writes the rows as JSON.
 """
 
 from __future__ import annotations
 
+import datetime
 import importlib
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +22,7 @@ from transformers import GenerationConfig
 
 from kvlab import attention
 from kvlab.lab import Lab
+from kvlab.measure.machine import machine
 from kvlab.serving import Engine, Sampling, Served, run_trace, simulate, traces
 from kvlab.serving.clocks import calibrate
 from kvlab.serving.simulate import block_bytes
@@ -34,6 +42,7 @@ PAGED = {
     "fp8": Strategy(store=store.Fp8()),
     "4 bits": Strategy(store=store.Int(bits=4)),
 }
+ALIKE = {"prefix": 2000, "suffix": 64, "answer": 64}
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128)
 
 
@@ -130,18 +139,13 @@ def batch8(lab: Lab, say: Say) -> Iterator[Row]:
         yield {"name": name, "seconds": middle, "times": one / middle, "made": made, "same_tokens": same}
 
 
-def prefix(lab: Lab, say: Say, requests: int = 100, few: int = 10) -> Iterator[Row]:
-    """100 requests that begin with the same 2,000 tokens, 64 of their own, 64 new ones. One after the other (time to the first token, nobody in the way), shared
-    and (10 of them) not; all at once, shared on the real model and not shared counted by the scheduler; and both for a 70B model, simulated."""
-    shape = {"prefix": 2000, "suffix": 64, "answer": 64}
-    trace = traces.shared_prompt(requests, **shape, words=_words(lab))
-    at_once = [Arrival(0.0, one.prompt, one.new) for one in trace]
-    roomy: dict[str, Any] = {"kv_memory": int(1.1 * (2000 + 128 * requests) * _token_bytes(lab)), "max_running": requests}
-    for name, some, sharing in (
-        ("one after the other, shared", at_once, True),
-        ("one after the other, not shared", at_once[:few], False),
-    ):
-        engine = Engine(lab, prefix_caching=sharing, **roomy | {"max_running": 1})
+def prefix(lab: Lab, say: Say, requests: int = 10) -> Iterator[Row]:
+    """Requests that begin with the same 2,000 tokens, 64 of their own, 64 new ones, one after the other, shared and not: time to the first token, nobody in the way."""
+    some = traces.shared_prompt(requests, **ALIKE, words=_words(lab))
+    for name, sharing in (("one after the other, shared", True), ("one after the other, not shared", False)):
+        engine = Engine(
+            lab, prefix_caching=sharing, kv_memory=int(1.1 * (2000 + 128 * requests) * _token_bytes(lab)), max_running=1
+        )
         first = []
         for one in some:
             (moment,) = (
@@ -162,14 +166,21 @@ def prefix(lab: Lab, say: Say, requests: int = 100, few: int = 10) -> Iterator[R
             f"{name:44} first token {row['first']:.2f} s, later ones {row['later']:.2f} s; {row['prompt_computed']:,} of {found.prompt_tokens:,} prompt tokens computed"
         )
         yield row
-    engine = Engine(lab, **roomy)
-    real = run_trace(engine, at_once)
+
+
+def shared(lab: Lab, say: Say, requests: int = 100) -> Iterator[Row]:
+    """A hundred such requests at once: on the real model with shared blocks, counted by the scheduler without; and both for a 70B model, simulated."""
+    trace = traces.shared_prompt(requests, **ALIKE, words=_words(lab))
+    at_once = [Arrival(0.0, one.prompt, one.new) for one in trace]
+    engine = Engine(lab, kv_memory=int(1.1 * (2000 + 128 * requests) * _token_bytes(lab)), max_running=requests)
+    room = int(1.1 * 2128 * requests / 16 * block_bytes(lab.geometry, Strategy(), 16))
     counted = simulate(
-        at_once, lab.geometry, "H100 SXM 80GB", kv_memory="1 TB", max_running=requests, prefix_caching=False, clock=lambda _: 1.0
+        at_once, lab.geometry, "H100 SXM 80GB", kv_memory=room, max_running=requests, prefix_caching=False, clock=lambda _: 1.0
     )
+    real = run_trace(engine, at_once)
     for name, made, whole in (
         ("all at once, shared", real, engine.pool.blocks),
-        ("all at once, not shared (counted)", counted, round(1e12 // block_bytes(lab.geometry, Strategy(), 16))),
+        ("all at once, not shared (counted)", counted, int(room // block_bytes(lab.geometry, Strategy(), 16))),
     ):
         most = round(max(moment.usage for moment in made.moments) * whole)
         own = made.together * 8  # blocks of what is each one's own: 128 tokens
@@ -290,3 +301,69 @@ def _transformers(lab: Lab, trace: Sequence[Arrival], tokens: int) -> tuple[int,
     finally:
         lab.model.set_attn_implementation(before)
         attention.attach(lab.model)
+
+
+def engines(lab: Lab, requests: int, tokens: int, new: int, peer: bool = True) -> Iterator[Row]:
+    """``requests`` prompts of ``tokens`` random tokens, all there at the start, ``new`` tokens each: engines with plain blocks and with codes, and transformers' own
+    continuous batching; tokens a second of a second run, so that nothing is compiled in it."""
+    dice = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, _words(lab), (requests, tokens), generator=dice).tolist()
+    trace = [Arrival(0.0, tuple(row), new) for row in ids]
+    room = {
+        "kv_memory": int(1.2 * requests * (tokens + new) * _token_bytes(lab)),
+        "max_running": requests,
+        "token_budget": 2048,
+        "prefix_caching": False,
+    }
+    for name in ("16 bits", "8 bits, a scale for each token", "4 bits", "fp8"):
+        for _ in range(2):
+            made, seconds, more = _engine(lab, trace, strategy=PAGED[name], **room)
+        yield {
+            "name": f"engine, {name}",
+            "requests": requests,
+            "made": made,
+            "seconds": seconds,
+            "throughput": made / seconds,
+            **more,
+        }
+    if peer:
+        for _ in range(2):
+            made, seconds, _ = _transformers(lab, trace, 256 * -(-requests * (tokens + new + 256) // 256))
+        yield {
+            "name": "transformers' continuous batching",
+            "requests": requests,
+            "made": made,
+            "seconds": seconds,
+            "throughput": made / seconds,
+        }
+
+
+def main(out: str) -> None:
+    """Write what was measured so far after each row; a way that fails is a row with its reason."""
+    from kvlab.measure.whole_model import llama_8b
+
+    if not torch.cuda.is_available():
+        raise SystemExit("this measures a CUDA device, and there is none")
+    blank: Any = SimpleNamespace(decode=lambda tokens: "", eos_token_id=None)
+    lab = Lab("Llama-3.1-8B's shape, random weights", llama_8b("cuda"), blank)
+    attention.attach(lab.model)
+    report: Row = {
+        "device": torch.cuda.get_device_name(), "machine": machine(), "date": datetime.date.today().isoformat(),
+        "command": "python -m kvlab.measure.serving_studies FILE", "rows": [],
+    }  # fmt: skip
+    for requests in (8, 64):
+        rows = engines(lab, requests, 1024, 64)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                break
+            except Exception as error:
+                row = {"requests": requests, "failed": f"{type(error).__name__}: {str(error)[:500]}"}
+            report["rows"].append(row)
+            print(row, flush=True)
+            Path(out).write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

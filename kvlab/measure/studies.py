@@ -244,10 +244,11 @@ STUDIES: dict[str, Callable[..., Iterator[Row]]] = {
     "batching": serving_studies.batching,
     "batch8": serving_studies.batch8,
     "prefix": serving_studies.prefix,
+    "shared": serving_studies.shared,
     "simulator": serving_studies.simulator,
 }
 RESULTS = dict.fromkeys(("overlap", "selective"), "place.jsonl") | dict.fromkeys(
-    ("paging", "blocks", "batching", "batch8", "prefix", "simulator"), "serving.jsonl"
+    ("paging", "blocks", "batching", "batch8", "prefix", "shared", "simulator"), "serving.jsonl"
 )  # others in keep.jsonl
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
+from kvlab.keep.base import parse_bytes
+
 
 class OutOfBlocks(RuntimeError):
     """There are not so many free blocks; nothing was taken."""
@@ -114,3 +116,15 @@ class BlockPool:
         if not 0 <= block < self.blocks:
             raise ValueError(f"block {block} is out of range (allowed: 0 to {self.blocks - 1})")
         return block
+
+
+def memory_of(kv_memory: int | str) -> int:
+    """Bytes, from a number or a text such as "64 MB". Raises ``ValueError`` for what is neither."""
+    if isinstance(kv_memory, str):
+        try:
+            return parse_bytes(kv_memory)
+        except ValueError as error:
+            raise ValueError(f"kv_memory={kv_memory!r} {error}") from error
+    if not isinstance(kv_memory, int) or isinstance(kv_memory, bool) or kv_memory < 1:
+        raise ValueError(f"kv_memory={kv_memory!r} is out of range (allowed: 1 byte or more, or a text such as '64 MB')")
+    return kv_memory

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from kvlab.cache import packed_forward
-from kvlab.keep.base import parse_bytes
 from kvlab.lab import Lab
-from kvlab.serving.block_pool import BlockPool
+from kvlab.serving.block_pool import BlockPool, memory_of
 from kvlab.serving.pages import PagedCache, format_of, shapes_of
 from kvlab.serving.prefix_tree import PrefixTree
 from kvlab.serving.request import FINISHED, Request, Sampling
@@ -106,8 +105,7 @@ class Engine:
     ) -> None:  # fmt: skip
         self.lab, self.strategy, self.clock = lab, strategy or Strategy(), clock
         self.block_bytes = block_bytes(lab, self.strategy, block_size)
-        room = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
-        blocks = int(room // self.block_bytes)
+        blocks = int(memory_of(kv_memory) // self.block_bytes)
         if blocks < 1:
             raise ValueError(
                 f"kv_memory={kv_memory!r} is less than one block of {block_size} tokens (allowed: {self.block_bytes:,.0f} bytes or more)"
@@ -207,14 +205,16 @@ class Engine:
             try:
                 self._move(plan)
                 logits = self._run(plan)
+                likeliest, finite = logits.argmax(-1).tolist(), logits.isfinite().all(-1).tolist()  # one wait for the device
                 model = self.clock() - begun
                 makers = [work.request for work in plan.work if work.makes]
-                for request, row in zip(makers, logits, strict=True):
-                    if not bool(row.isfinite().all()):  # this one's text is too much for the model; the others go on
+                for number, request in enumerate(makers):
+                    if not finite[number]:  # this one's text is too much for the model; the others go on
                         lost.append(self.scheduler.cancel(request.id, "error", self.clock()))
                         self._leave(request)
                         continue
-                    made[request.id] = token = self._choose(request, row)
+                    dice = request.sampling.temperature > 0
+                    made[request.id] = token = self._throw(request, logits[number].cpu()) if dice else likeliest[number]
                     if reason := self._stops(request, token):
                         stop[request.id] = reason
             except BaseException:
@@ -311,10 +311,9 @@ class Engine:
             self.lab.model, torch.tensor([ids]), torch.tensor([places]), self.cache, torch.tensor(last, dtype=torch.int64)
         )
 
-    def _choose(self, request: Request, logits: Tensor) -> int:
+    def _throw(self, request: Request, logits: Tensor) -> int:
+        """A token by the request's own dice."""
         sampling = request.sampling
-        if not sampling.temperature:
-            return int(logits.argmax())
         chances = (logits / sampling.temperature).softmax(-1)
         if sampling.top_p < 1.0:
             order = chances.sort(descending=True)

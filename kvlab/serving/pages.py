@@ -26,6 +26,7 @@ from kvlab.store.dense import Dense
 from kvlab.store.fp8 import Fp8
 from kvlab.store.int import Int
 from kvlab.strategy import Strategy
+from kvlab_kernels import cpu
 from kvlab_kernels.layout import Codes, dequantize, pack
 
 
@@ -128,16 +129,20 @@ class _Side:
     def read(self, table: Tensor) -> Tensor:
         """Whole blocks ``[..., n]`` of numbers -> ``[..., heads, n * size, dim]``."""
         if self.coding is None:
-            rows = self.plain[table]
-        else:
-            flat = table.flatten()
-            zero = None if self.zero is None else self.zero[flat]
-            group = self.size if self.axis == "channel" else self.group
-            rows = dequantize(
-                Codes(self.codes[flat], self.scale[flat], zero, self.coding.bits, self.axis, group, None, self.coding.format)
-            )
-            rows = rows.view(*table.shape, *rows.shape[1:])
-        return rows.transpose(-4, -3).flatten(-3, -2)
+            return self.plain[table].transpose(-4, -3).flatten(-3, -2)
+        rows = dequantize(self.rows(table.view(-1, table.shape[-1])))
+        return rows[0] if table.dim() == 1 else rows
+
+    def rows(self, table: Tensor) -> Codes:
+        """Codes of whole blocks ``[rows, n]``, one block after the other: as of ``[rows, heads, n * size, dim]``."""
+        assert self.coding is not None
+
+        def row(x: Tensor) -> Tensor:
+            return x[table].transpose(1, 2).flatten(2, 3)  # [rows, heads, n * size (or n), ...]
+
+        zero = None if self.zero is None else row(self.zero)
+        group = self.size if self.axis == "channel" else self.group
+        return Codes(row(self.codes), row(self.scale), zero, self.coding.bits, self.axis, group, None, self.coding.format)
 
     def stored(self) -> Tensor | Codes:
         """All blocks, as kernels take them."""
@@ -254,83 +259,76 @@ class PagedLayer(CacheLayerMixin):
         assert self.new is not None
         keys, values = self.new
         self.new = None
-        step, coded, fused = self.cache.step, self.cache.coding is not None, attention.scorable(query, values[None])
+        step, coded = self.cache.step, self.cache.coding is not None
         out = query.new_empty((1, query.shape[1], query.shape[2], values.shape[2]))
         if not coded:
             self.key_pages.put(keys, *step.slots)
             self.value_pages.put(values, *step.slots)
-        open_: list[
-            tuple[Tensor, Tensor]
-        ] = []  # of the works of one token: the plain tokens of their blocks that are codes once they are full
+        beside: list[tuple[Tensor, Tensor]] = []  # of works of one token: their own blocks, plain, where the others are codes
         for start, work in zip(step.starts, step.works, strict=True):
             own = slice(start, start + work.count)
-            if not coded and work.count == 1:
-                continue
             near = keys[:, own], values[:, own]
             if coded:
                 table = work.request.blocks
                 near = self.key_pages.write(near[0], table, work.start), self.value_pages.write(near[1], table, work.start)
-                if work.count == 1 and fused:
-                    open_.append(near)
-                    continue
-            out[:, :, own] = self._piece(query[:, :, own], work, *near, rule, scale, softcap, sinks)
-        if step.singles and (fused or not coded):
-            single = query[0, :, step.single_rows]
-            if fused:
-                out[0, :, step.single_rows] = self._fused(single, open_, rule, scale, softcap, sinks)
-            else:
-                out[0, :, step.single_rows] = self._singles(single, rule, scale, softcap, sinks)
+            if work.count > 1:
+                out[:, :, own] = self._piece(query[:, :, own], work, *near, rule, scale, softcap, sinks)
+            elif coded:
+                beside.append(near)
+        if step.singles:
+            out[0, :, step.single_rows] = self._singles(query[0, :, step.single_rows], beside, rule, scale, softcap, sinks)
         return out
 
-    def _fused(
+    def _singles(
         self,
         query: Tensor,
-        near: list[tuple[Tensor, Tensor]],
+        beside: list[tuple[Tensor, Tensor]],
         rule: attention.Rule,
         scale: float,
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """As :meth:`_singles`, by the kernel that reads the blocks where they lie; ``near``: each one's own block, plain, where the others are codes."""
-        from kvlab_kernels.decode import paged_decode_attention
+        """One query each, ``[Hq, n, D]``, of several requests of any lengths -> ``[Hq, n, Dv]``; ``beside``: their own blocks, plain, where the others are codes.
 
+        By the Triton kernel, which reads blocks where they lie; else as machine code reads codes, or through torch, after the blocks of a request were put in a row.
+        """
         step, (table, there) = self.cache.step, self.cache.step.single_table
-        last = step.single_last
-        rest_k = rest_v = None
-        length = last[:, 0] + 1
-        places = torch.arange(table.shape[1] * step.size, device=query.device).view(1, -1).expand(len(near) or len(table), -1)
-        seen = there.repeat_interleave(step.size, 1)
-        if near:
-            length = last[:, 0] // step.size * step.size
-            counts = [k.shape[1] for k, _ in near]
-            rest_k, rest_v = (
-                torch.stack([F.pad(pair[side], (0, 0, 0, max(counts) - count)) for pair, count in zip(near, counts, strict=True)])
-                for side in (0, 1)
-            )
+        last, size = step.single_last, step.size
+        length = last // size * size if beside else last + 1  # tokens in blocks as they were written
+        places = torch.arange(table.shape[1] * size, device=query.device).view(1, -1).expand(len(table), -1)
+        seen = there.repeat_interleave(size, 1) & (places < length)
+        near = None
+        if beside:
+            counts = [keys.shape[1] for keys, _ in beside]
+            near = _stacked([keys for keys, _ in beside], max(counts)), _stacked([values for _, values in beside], max(counts))
             columns = torch.arange(max(counts), device=query.device).view(1, -1)
-            places = torch.cat([places, length.view(-1, 1) + columns], 1)
+            places = torch.cat([places, length + columns], 1)
             seen = torch.cat([seen, columns < torch.tensor(counts, device=query.device).view(-1, 1)], 1)
-        bias = None
-        if near or self.cache.window is not None or not rule.causal:
+        whole = near is None and self.cache.window is None and rule.causal
+        if not whole:
             seen = seen & self._seen(last, places)
             if not rule.causal:
                 seen = seen & self._allowed(rule, last, places)
-            bias = torch.zeros(seen.shape, device=query.device).masked_fill(~seen, float("-inf"))[:, None, None]
-        out, _ = paged_decode_attention(
-            query.transpose(0, 1).unsqueeze(2), self.key_pages.stored(), self.value_pages.stored(), table.int().unsqueeze(1), scaling=scale,
-            length=length.int(), bias=bias, softcap=softcap, sinks=sinks, residual_k=rest_k, residual_v=rest_v,
-        )  # fmt: skip
-        return out.squeeze(2).transpose(0, 1)
+        single = query.transpose(0, 1).unsqueeze(2)
+        if attention.scorable(single, single if near is None else near[1]):
+            from kvlab_kernels.decode import paged_decode_attention
 
-    def _singles(self, query: Tensor, rule: attention.Rule, scale: float, softcap: float | None, sinks: Tensor | None) -> Tensor:
-        """One query each, ``[Hq, n, D]``, of several requests of any lengths -> ``[Hq, n, Dv]``."""
-        step, (table, there) = self.cache.step, self.cache.step.single_table
-        k, v = self.key_pages.read(table), self.value_pages.read(table)  # [n, Hk, blocks * size, D]
-        places = torch.arange(k.shape[2], device=k.device).view(1, -1)
-        seen = self._seen(step.single_last, places) & there.repeat_interleave(step.size, 1)
-        if not rule.causal:
-            seen = seen & self._allowed(rule, step.single_last, places)
-        out = _attend(query.transpose(0, 1).unsqueeze(2), k, v, seen[:, None, None], scale, softcap, sinks)
+            bias = (
+                None if whole else torch.zeros(seen.shape, device=query.device).masked_fill(~seen, float("-inf"))[:, None, None]
+            )
+            out, _ = paged_decode_attention(
+                single, self.key_pages.stored(), self.value_pages.stored(), table.int().unsqueeze(1), scaling=scale, length=length[:, 0].int(), bias=bias,
+                softcap=softcap, sinks=sinks, residual_k=None if near is None else near[0], residual_v=None if near is None else near[1],
+            )  # fmt: skip
+        elif near is not None and cpu.serves(single, self.key_pages.stored()) and cpu.serves(single, self.value_pages.stored()):
+            out = _attend_codes(
+                single, self.key_pages.rows(table), self.value_pages.rows(table), *near, seen, scale, softcap, sinks
+            )
+        else:
+            k, v = self.key_pages.read(table), self.value_pages.read(table)  # [n, Hk, blocks * size, D]
+            if near is not None:
+                k, v = torch.cat([k.to(near[0].dtype), near[0]], 2), torch.cat([v.to(near[1].dtype), near[1]], 2)
+            out = _attend(single, k, v, seen[:, None, None], scale, softcap, sinks)
         return out.squeeze(2).transpose(0, 1)
 
     def _piece(
@@ -394,6 +392,37 @@ def _attend(
         scores = torch.tanh(scores / softcap) * softcap
     weights = attention._softmax(scores.masked_fill(~seen.unsqueeze(1), float("-inf")), sinks)
     return (weights @ v.float().unsqueeze(2)).flatten(1, 2).to(query.dtype)
+
+
+def _attend_codes(
+    query: Tensor,
+    k: Codes,
+    v: Codes,
+    near_k: Tensor,
+    near_v: Tensor,
+    seen: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As :func:`_attend` for one query each: ``k``, ``v`` of ``[n, Hk, m, D]`` are read as codes, then come plain ``near_k``, ``near_v``; ``seen`` bool ``[n, m + r]``."""
+    stored, grouped = k.codes.shape[2], query[:, :, 0].unflatten(1, (near_k.shape[1], -1)).float()  # [n, Hk, G, D]
+    scores = torch.cat([cpu.score(grouped, k), grouped @ near_k.float().mT], 3) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = attention._softmax(scores.masked_fill(~seen[:, None, None], float("-inf")).unsqueeze(3), sinks).squeeze(3)
+    out = weights[..., stored:] @ near_v.float()
+    if stored:
+        out += cpu.mix(weights[..., :stored].contiguous(), v)
+    return out.flatten(1, 2).unsqueeze(2).to(query.dtype)
+
+
+def _stacked(rows: list[Tensor], count: int) -> Tensor:
+    """``[heads, up to count, dim]`` each -> ``[n, heads, count, dim]``, zeros behind."""
+    made = rows[0].new_zeros((len(rows), rows[0].shape[0], count, rows[0].shape[2]))
+    for number, row in enumerate(rows):
+        made[number, :, : row.shape[1]] = row
+    return made
 
 
 class PagedCache(Cache):

@@ -14,9 +14,8 @@ from typing import Any
 from kvlab import geometry, hardware
 from kvlab.geometry import Geometry
 from kvlab.hardware import Hardware
-from kvlab.keep.base import parse_bytes
 from kvlab.keep.window import Window
-from kvlab.serving.block_pool import BlockPool
+from kvlab.serving.block_pool import BlockPool, memory_of
 from kvlab.serving.clocks import Clock, Roofline
 from kvlab.serving.pages import format_of
 from kvlab.serving.prefix_tree import PrefixTree
@@ -74,7 +73,7 @@ def simulate(
     if kv_memory is None:
         room = int(kind.capacity(devices) * (1 - RESERVE)) - geometry.weight_bytes(shape, weight_bits)
     else:
-        room = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
+        room = memory_of(kv_memory)
     if not block:
         raise ValueError(f"{shape.name} has no KV cache, so there is nothing to page")
     if room < block:

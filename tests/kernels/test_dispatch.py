@@ -208,10 +208,15 @@ def test_an_engine_reads_its_blocks_where_they_lie(model, how, calls, monkeypatc
 
     def logits():
         engine, seen = Engine(lab, how, kv_memory="1 MB", block_size=8), []
-        choose = engine._choose
-        monkeypatch.setattr(engine, "_choose", lambda request, row: seen.append(row) or choose(request, row))
+        whole = engine._run
+
+        def watched(plan):
+            seen.append(whole(plan))
+            return seen[-1]
+
+        monkeypatch.setattr(engine, "_run", watched)
         engine.generate([list(range(5, 5 + count)) for count in (3, 21)], Sampling(max_new_tokens=3, ignore_eos=True))
-        return torch.stack(seen)
+        return torch.cat(seen)
 
     want = logits()
     assert not any(calls.values())
