@@ -310,7 +310,7 @@ def engines(lab: Lab, requests: int, tokens: int, new: int, peer: bool = True) -
     ids = torch.randint(0, _words(lab), (requests, tokens), generator=dice).tolist()
     trace = [Arrival(0.0, tuple(row), new) for row in ids]
     room = {
-        "kv_memory": int(1.2 * requests * (tokens + new) * _token_bytes(lab)),
+        "kv_memory": int(requests * (tokens + new + 64) * _token_bytes(lab)),
         "max_running": requests,
         "token_budget": 2048,
         "prefix_caching": False,

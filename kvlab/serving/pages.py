@@ -130,7 +130,7 @@ class _Side:
         """Whole blocks ``[..., n]`` of numbers -> ``[..., heads, n * size, dim]``."""
         if self.coding is None:
             return self.plain[table].transpose(-4, -3).flatten(-3, -2)
-        rows = dequantize(self.rows(table.view(-1, table.shape[-1])))
+        rows = dequantize(self.rows(table if table.dim() == 2 else table[None]))
         return rows[0] if table.dim() == 1 else rows
 
     def rows(self, table: Tensor) -> Codes:
