@@ -68,9 +68,9 @@ def app(panel: str, options: list[str]) -> NoReturn:
 
     Raises ``ValueError`` where Voilà is not installed, or for a panel that is not there.
     """
+    path = page(panel, Path(tempfile.mkdtemp(prefix="kvlab-")))
     if importlib.util.find_spec("voila") is None:
         raise ValueError("a page without code needs Voilà: pip install 'kvlab[app]', or make app in a checkout")
-    path = page(panel, Path(tempfile.mkdtemp(prefix="kvlab-")))
     sys.stdout.flush()
     line = [sys.executable, "-m", "voila", str(path), "--Voila.ip=127.0.0.1", "--token", "--show_tracebacks=True", *options]
     os.execv(line[0], line)

@@ -304,6 +304,25 @@ def slider(label: str, help: str, **settings: Any) -> widgets.IntSlider:
     return made.add_class("kvlab-setting")
 
 
+def start(panel: object, controls: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Set a panel's controls by their names. Raises ``ValueError`` for a name or a value that they do not have."""
+    kind = type(panel).__name__
+    for name, value in settings.items():
+        if name not in controls:
+            raise ValueError(f"{kind}: {name}={value!r} is none of its controls (allowed: {', '.join(controls)})")
+        control = controls[name]
+        if isinstance(control, widgets.IntSlider):
+            allowed, fits = f"{control.min} to {control.max}", isinstance(value, int) and control.min <= value <= control.max
+        elif isinstance(control, widgets.Checkbox):
+            allowed, fits = "True, False", isinstance(value, bool)
+        else:
+            values = [one[1] for one in control.options]
+            allowed, fits = ", ".join(map(str, values)), value in values
+        if not fits:
+            raise ValueError(f"{kind}: {name}={value!r} is not among its values (allowed: {allowed})")
+        control.value = value
+
+
 def _box(box: Box) -> widgets.Widget:
     head = widgets.HTML(f'<div class="kvlab-axis" style="--hue:{box.hue}"><b>{box.name}</b> {box.question}</div>')
     return widgets.VBox([head, *box.inside]).add_class("kvlab-box").add_class(f"kvlab-{box.name.replace(' ', '-')}")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import ipywidgets as widgets
 
 from kvlab.lab import Lab, Progress
-from kvlab.panels.bench import Bench, Box, Drawing, slider
+from kvlab.panels.bench import Bench, Box, Drawing, slider, start
 from kvlab.panels.runner import Ticket
 from kvlab.panels.widgets import HUES
 from kvlab.plots import serving as plots
@@ -62,17 +62,20 @@ class BlockTable(Bench):
     asked = "frames"
 
     def __init__(self, lab: Lab | None = None, **settings: Any) -> None:
-        most = len(plots.NAMES)
         self.block_size = _stops("block size (tokens)", (2, 4, 8, 16, 32, 64), 8, "tokens of a block")
         self.memory = _stops(
             "memory (tokens)", (64, 128, 256, 384, 512, 768, 1024, 2048), 384, "so many tokens fit, as the model holds them"
         )
         self.bits = _choice("a full block holds", BITS, 0, "codes take less room, so there are more blocks in the same memory")
-        self.requests = slider("requests", "how many come", min=1, max=most, value=6)
+        self.requests = slider("requests", "how many come", min=1, max=8, value=6)
         self.every = slider("steps between arrivals", "0: all of them are there from the start", min=0, max=12, value=3)
         self.prefix = slider("shared beginning (tokens)", "what all of them begin with", min=0, max=128, value=36)
-        self.own = slider("own text (tokens)", "what each asks beside it, more or less", min=2, max=96, value=20)
-        self.new = slider("new tokens", "how long the answers are, more or less", min=1, max=64, value=20)
+        self.own = slider(
+            "own text (tokens)", "what each asks beside it, from half to one and a half times as much", min=2, max=96, value=20
+        )
+        self.new = slider(
+            "new tokens", "how long the answers are, from half to one and a half times as long", min=1, max=64, value=20
+        )
         self.answers = slider(
             "answers to each", "further ones share the blocks of the first, until they write", min=1, max=3, value=1
         )
@@ -95,13 +98,7 @@ class BlockTable(Bench):
         self.step = slider("step", "look at an earlier step", min=0, max=1, value=0)
         self.play = widgets.Play(value=0, min=0, max=1, interval=400, tooltip="play the steps")
         self._controls = {name: getattr(self, name) for name in Asked._fields}
-        for name, value in settings.items():
-            if name not in self._controls:
-                raise ValueError(f"BlockTable: {name}={value!r} is none of its controls (allowed: {', '.join(self._controls)})")
-            try:
-                self._controls[name].value = value
-            except Exception as error:
-                raise ValueError(f"BlockTable: {name}={value!r} is not among its values") from error
+        start(self, self._controls, settings)
         boxes = [
             Box("look at", "which step?", style.FULL, [self.step, self.play]),
             Box("blocks", "how much memory?", HUES["store"], [self.block_size, self.memory, self.bits]),
@@ -129,12 +126,7 @@ class BlockTable(Bench):
         return tuple(self._frames)
 
     def _read(self) -> Asked:
-        asked = Asked(**{name: control.value for name, control in self._controls.items()})
-        if asked.requests * asked.answers > len(plots.NAMES):
-            raise ValueError(
-                f"{asked.requests} requests with {asked.answers} answers each are too many to tell apart (allowed: {len(plots.NAMES)} together)"
-            )
-        return asked
+        return Asked(**{name: control.value for name, control in self._controls.items()})
 
     # on the runner's thread
 

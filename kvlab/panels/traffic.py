@@ -14,7 +14,7 @@ import ipywidgets as widgets
 from kvlab import geometry, hardware
 from kvlab.lab import Lab, Progress
 from kvlab.measure.studies import recorded
-from kvlab.panels.bench import Bench, Box, Drawing, slider
+from kvlab.panels.bench import Bench, Box, Drawing, slider, start
 from kvlab.panels.runner import Ticket
 from kvlab.panels.widgets import HUES
 from kvlab.plots import serving as plots
@@ -112,13 +112,7 @@ class Traffic(Bench):
         )
         self.sharing.add_class("kvlab-setting")
         self._controls = {"model": self.model_choice} | {name: getattr(self, name) for name in Asked._fields if name != "model"}
-        for name, value in settings.items():
-            if name not in self._controls:
-                raise ValueError(f"Traffic: {name}={value!r} is none of its controls (allowed: {', '.join(self._controls)})")
-            try:
-                self._controls[name].value = value
-            except Exception as error:
-                raise ValueError(f"Traffic: {name}={value!r} is not among its values") from error
+        start(self, self._controls, settings)
         boxes = [
             Box("model", "what serves?", style.FULL, [self.model_choice, self.device, self.devices, self.memory]),
             Box("requests", "who asks for what?", HUES["keep"], [self.kind, self.requests, self.rate, self.prefix, self.limit]),

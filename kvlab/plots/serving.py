@@ -19,7 +19,7 @@ from kvlab.serving.reservation import Reservation
 from kvlab.serving.served import Served
 
 HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A6D3B", "#6A51A3")
-NAMES = "ABCDEFGHIJKL"  # of requests, in the order of their arrival
+NAMES = "ABCDEFGHIJKLMNOPQRSTUVWX"  # of requests, in the order of their arrival
 SHARED, KEPT, EMPTY = "read by several", "kept for later", "no token there"
 FREE, COPIED = "free", "copied in this step"
 
@@ -205,8 +205,8 @@ def prefix_tree_summary(nodes: Sequence[Leaf], block_size: int) -> str:
     leaves = sum(node.block not in parents for node in nodes)
     most = max(nodes, key=lambda node: node.times)
     return (
-        f"The tree knows {len(nodes)} blocks, {len(nodes) * block_size:,} tokens, in {leaves} {'branches' if leaves > 1 else 'branch'}; "
-        f"{sum(bool(node.readers) for node in nodes)} of them are read now. Block {most.block} was met most often, {most.times} times."
+        f"The tree knows {len(nodes)} block{'s' * (len(nodes) > 1)}, {len(nodes) * block_size:,} tokens, in {leaves} {'branches' if leaves > 1 else 'branch'}; "
+        f"{sum(bool(node.readers) for node in nodes)} of them are read now. Block {most.block} was met most often, {most.times} {'times' if most.times > 1 else 'time'}."
     )
 
 
@@ -386,7 +386,7 @@ def filling_summary(frames: Sequence[Frame]) -> str:
     most, together = max(one.used for one in frames), max(len(one.running) for one in frames)
     copies, shared = sum(len(one.copies) for one in frames), max(one.shared for one in frames)
     held = sum(one.block_size * sum(bool(block.readers) for block in one.blocks) for one in frames)
-    words = f"In {len(frames)} steps at most {most} of {len(frames[0].blocks)} blocks are in use, {shared} of them read by several, and {together} requests run at once"
+    words = f"In {len(frames)} steps at most {most} of {len(frames[0].blocks)} blocks are in use, {shared} of them read by several, and {together} request{' runs alone' if together == 1 else 's run at once'}"
     if held:
         words += f"; on average {100 * sum(one.waste for one in frames) / held:.0f}% of the requests' places have no token"
     return words + f"; {copies} {'copy was' if copies == 1 else 'copies were'} made before writing."
@@ -512,8 +512,10 @@ def update_prompts(fig: go.Figure, run: Served) -> go.Figure:
 
 def prompts_summary(run: Served) -> str:
     """`Of 206,400 prompt tokens the tree had 198,000 (96%): 8,400 were computed.`"""
+    more = run.computed - (run.prompt_tokens - run.cached) - (run.made - run.served)
+    again = f", and {more:,} tokens once more for requests that had made room" if run.preemptions and more > 0 else ""
     return (
-        f"Of {run.prompt_tokens:,} prompt tokens the tree had {run.cached:,} ({100 * run.hit_rate:.0f}%): {run.prompt_tokens - run.cached:,} were computed. "
+        f"Of {run.prompt_tokens:,} prompt tokens the tree had {run.cached:,} ({100 * run.hit_rate:.0f}%): {run.prompt_tokens - run.cached:,} were computed{again}. "
         f"Half of the first tokens come within {seconds(run.first_token)}, 95% within {seconds(run.first_token_p95)}."
     )
 

@@ -46,6 +46,8 @@ def fit(steps: Sequence[tuple[int, int, int, float]]) -> Fitted:
 
     if len(steps) < 4:
         raise ValueError(f"{len(steps)} steps are too few to fit a clock (allowed: 4 or more)")
+    if wrong := [step for step in steps if not 0 < step[3] < float("inf")]:
+        raise ValueError(f"a step of {wrong[0][3]!r} seconds cannot be (allowed: above 0)")
     seconds = np.array([taken for *_, taken in steps])
     table = np.array([[1.0, *what] for *what, _ in steps]) / seconds[:, None]
     kept = list(range(4))
@@ -66,6 +68,11 @@ def calibrate(
     """
     from kvlab.serving.engine import Engine
 
+    for name, value, least in (("most", most, 1), ("tokens", tokens, 1), ("new", new, 2)):
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r} is out of range (allowed: {least} or more)")
+    if tokens + new > lab.context:
+        raise ValueError(f"tokens={tokens} and new={new} are more than the model's context (allowed: {lab.context} together)")
     engine = Engine(lab, strategy, **{"prefix_caching": False, "max_running": max(most, 1)} | how)
     words = lab.model.config.get_text_config(decoder=True).vocab_size
     seen: dict[tuple[int, int, int], list[tuple[int, float]]] = {}  # by requests, tokens, prompt length

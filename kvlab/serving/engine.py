@@ -22,7 +22,7 @@ from torch import Tensor
 from kvlab.cache import packed_forward
 from kvlab.lab import Lab
 from kvlab.serving.block_pool import BlockPool, memory_of
-from kvlab.serving.pages import PagedCache, format_of, shapes_of
+from kvlab.serving.pages import PagedCache, format_of, shapes_of, strategy_of
 from kvlab.serving.prefix_tree import PrefixTree
 from kvlab.serving.request import FINISHED, Request, Sampling
 from kvlab.serving.scheduler import Plan, Scheduler
@@ -103,14 +103,17 @@ class Engine:
         batching: str = "continuous", token_budget: int = 512, max_running: int = 64, preempt: str = "recompute", reserve: str = "blocks", policy: str = "lru",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        self.lab, self.strategy, self.clock = lab, strategy or Strategy(), clock
+        self.lab, self.strategy, self.clock = lab, strategy_of(strategy), clock
         self.block_bytes = block_bytes(lab, self.strategy, block_size)
         blocks = int(memory_of(kv_memory) // self.block_bytes)
         if blocks < 1:
             raise ValueError(
                 f"kv_memory={kv_memory!r} is less than one block of {block_size} tokens (allowed: {self.block_bytes:,.0f} bytes or more)"
             )
-        self.cache = PagedCache(lab.model, self.strategy, blocks, block_size)
+        try:
+            self.cache = PagedCache(lab.model, self.strategy, blocks, block_size)
+        except RuntimeError as error:  # torch's words for memory that is not there
+            raise ValueError(f"kv_memory={kv_memory!r} cannot be had on {lab.device}: {str(error).splitlines()[0]}") from error
         self.pool = BlockPool(blocks, block_size)
         window = self.cache.window
         self.tree = PrefixTree(self.pool, policy) if prefix_caching and window is None else None
@@ -137,6 +140,10 @@ class Engine:
         """Queue a request; ``deadline``: seconds from now. Raises ``ValueError`` for an empty prompt, a duplicate id, one that does not fit the model's context
         or could not be served with all blocks for itself.
         """
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling={sampling!r} is no Sampling (allowed: kvlab.serving.Sampling(...), or None)")
+        if deadline is not None and not isinstance(deadline, int | float):
+            raise ValueError(f"deadline={deadline!r} is no number of seconds")
         sampling, now = sampling or Sampling(), self.clock()
         ids = self._ids(prompt)
         if len(ids) + sampling.max_new_tokens > self.lab.context:
@@ -156,11 +163,15 @@ class Engine:
             raise ValueError(f"prompt ids have the shape {tuple(prompt.shape)} (allowed: [n] or [1, n])")
         if isinstance(prompt, str):
             return tuple(self.lab.encode_long(prompt)[0].tolist()) if prompt else ()
+        if not isinstance(prompt, Tensor | Iterable):
+            raise ValueError(f"prompt={prompt!r} is neither text nor token ids")
         found = prompt.flatten().tolist() if isinstance(prompt, Tensor) else list(prompt)
         wrong = [
             one
             for one in found
-            if not isinstance(one, int) or not 0 <= one < self.lab.model.config.get_text_config(decoder=True).vocab_size
+            if not isinstance(one, int)
+            or isinstance(one, bool)
+            or not 0 <= one < self.lab.model.config.get_text_config(decoder=True).vocab_size
         ]
         if wrong:
             raise ValueError(f"prompt: {wrong[0]!r} is no token of this model")
@@ -173,7 +184,8 @@ class Engine:
     def fork(self, id: str, sampling: Sampling | None = None, *, new: str | None = None) -> Request:
         """A second answer to a request that runs, from where it is: it shares all blocks, and whoever writes to one first copies it.
 
-        ``sampling``: how it goes on; with the same dice it would say the same. Raises ``ValueError`` unless ``id`` runs, and where there is no room for one more.
+        ``sampling``: how it goes on, ``max_new_tokens`` counting what was said already; for another answer give it a temperature and a seed of its own. None: as the
+        first one, its dice included, so it says the same. Raises ``ValueError`` unless ``id`` runs, and where there is no room for one more.
         """
         old = self.scheduler.requests.get(id)
         chosen = sampling or (old.sampling if old is not None else None)
@@ -183,7 +195,9 @@ class Engine:
             )
         made = self.scheduler.fork(id, next(self._names) if new is None else new, sampling)
         if made.sampling.temperature:
-            self._dice[made.id] = torch.Generator().manual_seed(made.sampling.seed)
+            dice = self._dice[made.id] = torch.Generator().manual_seed(made.sampling.seed)
+            if sampling is None:
+                dice.set_state(self._dice[id].get_state())
         return made
 
     @property

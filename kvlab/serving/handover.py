@@ -31,6 +31,7 @@ def hand_over(engine: Engine, to: str) -> Exported:
         else:
             nearest = min(VLLM_BLOCKS, key=lambda one: abs(one - size))
             missing.append(f"blocks of {size} tokens (nearest: --block-size {nearest})")
+            settings["--block-size"], blocks = nearest, max(1, blocks * size // nearest)
         settings |= {
             "--num-gpu-blocks-override": blocks,
             "--max-num-batched-tokens": scheduler.token_budget,
@@ -60,6 +61,9 @@ def hand_over(engine: Engine, to: str) -> Exported:
         notes.append("without --max-total-tokens it takes what --mem-fraction-static leaves, which is what a server should do")
         if scheduler.preempt == "swap":
             missing.append("preempt='swap': whoever makes room is computed again")
+    plain = next(engine.lab.model.parameters()).element_size()
+    if plain != 2:
+        notes.append(f"plain numbers have {8 * plain} bits here; a server's 16 bits take less for the same number of tokens")
     if scheduler.batching == "static":
         missing.append("batching='static': requests always join and leave at every step")
     if scheduler.reserve == "worst":

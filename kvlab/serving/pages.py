@@ -48,6 +48,15 @@ class Format:
         return codes + numbers * (scales + size * value_dim / self.groups[1])
 
 
+def strategy_of(strategy: Strategy | None) -> Strategy:
+    """None: the full cache. Raises ``ValueError`` for what is no strategy."""
+    if strategy is not None and not isinstance(strategy, Strategy):
+        raise ValueError(
+            f"strategy={strategy!r} is no strategy (allowed: kvlab.Strategy(...); kvlab.measure.named.named() has some by their names)"
+        )
+    return strategy or Strategy()
+
+
 def format_of(strategy: Strategy, size: int, key_dim: int, value_dim: int) -> Format:
     """Raises ``ValueError`` for a strategy that does not go into blocks of ``size`` tokens: which part, and why."""
     store, kinds = strategy.store, "Dense, Int with 8 or 4 bits, Fp8"

@@ -22,7 +22,10 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+        for name in ("temperature", "top_p"):
+            if not isinstance(getattr(self, name), int | float) or isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} is no number")
+        if not isinstance(self.max_new_tokens, int) or isinstance(self.max_new_tokens, bool) or self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens!r} is out of range (allowed: 1 or more)")
         if self.temperature != 0 and not 0.01 <= self.temperature <= 100.0:
             raise ValueError(f"temperature={self.temperature!r} is out of range (allowed: 0, or 0.01 to 100.0)")
@@ -30,8 +33,10 @@ class Sampling:
             raise ValueError(f"seed={self.seed!r} is out of range (allowed: 0 to {(1 << 63) - 1})")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p={self.top_p!r} is out of range (allowed: above 0.0 and up to 1.0)")
-        if isinstance(self.stop, str):
-            raise ValueError(f"stop={self.stop!r} is one text (allowed: a tuple of texts)")
+        if not isinstance(self.stop, tuple | list):
+            raise ValueError(
+                f"stop={self.stop!r} is {'one text' if isinstance(self.stop, str) else 'no text'} (allowed: a tuple of texts)"
+            )
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise ValueError(f"stop={self.stop!r}: each must be a text of one character or more")
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvlab.geometry import Geometry
+from kvlab.geometry import Geometry, find
 from kvlab.serving.block_pool import BlockPool
+from kvlab.serving.pages import strategy_of
 from kvlab.serving.simulate import block_bytes
 from kvlab.strategy import Strategy
 
@@ -33,9 +34,9 @@ class Reservation:
 
 
 def reserve(
-    shape: Geometry, lengths: Sequence[int], limit: int, *, block_size: int = 16, strategy: Strategy | None = None
+    shape: str | Geometry, lengths: Sequence[int], limit: int, *, block_size: int = 16, strategy: Strategy | None = None
 ) -> Reservation:
-    """``lengths``: tokens of each request; ``limit``: tokens that any of them might have had.
+    """``shape``: a model of the table, or its geometry; ``lengths``: tokens of each request; ``limit``: tokens that any of them might have had.
 
     Raises ``ValueError`` for no requests, one beyond the limit, a block size below 1, or a strategy that cannot be paged.
     """
@@ -45,7 +46,10 @@ def reserve(
         raise ValueError(
             f"lengths from {min(lengths)} to {max(lengths)} are out of range (allowed: 1 to the limit of {limit} tokens)"
         )
-    one, pool = block_bytes(shape, strategy or Strategy(), block_size), BlockPool(1, block_size)
+    if any(not isinstance(length, int) for length in (*lengths, limit)):
+        raise ValueError(f"lengths={list(lengths)!r} and limit={limit!r} must be whole numbers of tokens")
+    known = find(shape) if isinstance(shape, str) else shape
+    one, pool = block_bytes(known, strategy_of(strategy), block_size), BlockPool(1, block_size)
     return Reservation(
         sum(lengths) / block_size * one, sum(map(pool.needed, lengths)) * one, len(lengths) * pool.needed(limit) * one
     )

@@ -174,7 +174,8 @@ class Scheduler:
                 self.pool.release(plan.held[mark[1] :])
                 del plan.copies[mark[0] :], plan.held[mark[1] :]
                 if request.status != SWAPPED:
-                    request.computed = request.cached = 0
+                    request.computed = 0
+                    request.cached = request.cached if request.admitted is not None else 0
                 if self.running or self.tree is None:
                     break
         return None
@@ -210,7 +211,8 @@ class Scheduler:
             request.blocks.append(own)
             request.computed += found.count
             plan.copies.append((found.partial, own, found.count))
-        request.cached = min(request.computed, len(request.prompt))
+        if request.admitted is None:  # what comes back after it made room finds its own
+            request.cached = min(request.computed, len(request.prompt))
 
     def _grow(self, plan: Plan, request: Request, count: int) -> bool:
         """Blocks for ``count`` more tokens, and a copy of a block that others read and this would write -> whether there was room."""
@@ -324,7 +326,8 @@ class Scheduler:
         del self.requests[request.id]
 
     def fork(self, name: str, new: str, sampling: Sampling | None = None) -> Request:
-        """A second request that goes on from the same tokens, all blocks shared; whoever writes first copies. ``sampling``: how it goes on, if not the same way.
+        """A second request that goes on from the same tokens, all blocks shared; whoever writes first copies. ``sampling``: how it goes on, if not the same way;
+        its ``max_new_tokens`` count what was said already.
 
         Raises ``ValueError`` unless ``name`` runs.
         """
@@ -335,6 +338,10 @@ class Scheduler:
             raise ValueError(f"request {new!r} is there already")
         if len(self.running) >= self.max_running:
             raise ValueError(f"max_running={self.max_running} requests run already")
+        if sampling is not None and sampling.max_new_tokens <= len(request.output):
+            raise ValueError(
+                f"max_new_tokens={sampling.max_new_tokens} is out of range (allowed: more than the {len(request.output)} tokens that request {name!r} has said)"
+            )
         made = Request(new, request.prompt, sampling or request.sampling, request.arrival, request.deadline, request.salt)
         self._fits(made)
         held = self.pool.needed(request.computed)

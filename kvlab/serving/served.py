@@ -98,7 +98,9 @@ class Account:
         """Raises ``ValueError`` where nothing was served."""
         served = [request for request in requests if request.times]
         if not served:
-            raise ValueError(f"no request could be served: {dict(refused)}")
+            raise ValueError(
+                "no request could be served: " + "; ".join(f"{why} ({count} of them)" for why, count in refused.items())
+            )
         first = sorted(request.times[0] - request.arrival for request in served)
         between = [later - sooner for one in served for sooner, later in zip(one.times, one.times[1:], strict=False)]
         end = max(request.times[-1] for request in served)

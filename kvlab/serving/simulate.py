@@ -17,7 +17,7 @@ from kvlab.hardware import Hardware
 from kvlab.keep.window import Window
 from kvlab.serving.block_pool import BlockPool, memory_of
 from kvlab.serving.clocks import Clock, Roofline
-from kvlab.serving.pages import format_of
+from kvlab.serving.pages import format_of, strategy_of
 from kvlab.serving.prefix_tree import PrefixTree
 from kvlab.serving.request import Request, Sampling
 from kvlab.serving.scheduler import Scheduler
@@ -61,24 +61,26 @@ def simulate(
         raise ValueError(f"routing={routing!r} is not one of {', '.join(ROUTING)}")
     if not isinstance(replicas, int) or replicas < 1:
         raise ValueError(f"replicas={replicas!r} is out of range (allowed: 1 or more)")
-    if not 0 <= overhead < float("inf"):
+    if not isinstance(overhead, int | float) or not 0 <= overhead < float("inf"):
         raise ValueError(f"overhead={overhead} is out of range (allowed: 0 seconds or more)")
     if wrong := set(how) - HOW:
         raise ValueError(f"simulate: unknown {sorted(wrong)} (allowed: {', '.join(sorted(HOW))})")
     shape = geometry.find(model) if isinstance(model, str) else model
     kind = hardware.find(device) if isinstance(device, str) else device
-    chosen = strategy or Strategy()
+    chosen = strategy_of(strategy)
     block = block_bytes(shape, chosen, block_size)
     plain = all(format_of(chosen, block_size, one.key_dim, one.value_dim).coding is None for one in shape.layers if one.kv_heads)
-    if kv_memory is None:
-        room = int(kind.capacity(devices) * (1 - RESERVE)) - geometry.weight_bytes(shape, weight_bits)
-    else:
-        room = memory_of(kv_memory)
+    left = int(kind.capacity(devices) * (1 - RESERVE)) - (geometry.weight_bytes(shape, weight_bits) if shape.parameters else 0)
+    room = left if kv_memory is None else memory_of(kv_memory)
     if not block:
         raise ValueError(f"{shape.name} has no KV cache, so there is nothing to page")
-    if room < block:
+    if block <= left < room:
         raise ValueError(
-            f"{geometry.text(room)} are left for the cache, less than a block of {geometry.text(round(block))}: more devices, or fewer bits a weight"
+            f"kv_memory={kv_memory!r} is more than the weights leave (allowed: up to {geometry.text(left)} on {devices} x {kind.name})"
+        )
+    if min(left, room) < block:
+        raise ValueError(
+            f"{geometry.text(min(left, room))} are left for the cache, less than a block of {geometry.text(round(block))}: more devices, or fewer bits a weight"
         )
     if isinstance(chosen.keep, Window):
         how, prefix_caching = how | {"window": chosen.keep.size + 1, "sinks": chosen.keep.sinks}, False
@@ -143,7 +145,10 @@ class _Run:
 
     def _step(self, engine: _Replica, now: float) -> None:
         plan = engine.scheduler.plan(now)
-        engine.now = now + self.clock(plan)
+        seconds = self.clock(plan)
+        if not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+            raise ValueError(f"the clock gave {seconds!r} for a step of {plan.tokens} tokens (allowed: seconds above 0)")
+        engine.now = now + seconds
         made, stop = {}, {}
         for work in plan.work:
             if work.makes:

@@ -42,7 +42,7 @@ def chat(
     _check(count=count, rate=rate, prompt=prompt, answer=answer, words=words, limit=limit)
     if limit < 2:
         raise ValueError(f"limit={limit} is out of range (allowed: 2 or more)")
-    if not 0 <= spread < 10:
+    if not isinstance(spread, int | float) or not 0 <= spread < 10:
         raise ValueError(f"spread={spread} is out of range (allowed: 0 to 10)")
     dice, now, found = random.Random(seed), 0.0, []
     for _ in range(count):
@@ -147,6 +147,7 @@ def tools(
     agents: int, *, calls: int = 8, system: int = 600, result: int = 300, answer: int = 40, seed: int = 0, words: int = WORDS
 ) -> list[Arrival]:
     """Agents in a loop: a long description of tools, then call after call, each with a result that is long and an answer that is short."""
+    _check(agents=agents, calls=calls, system=system, result=result, answer=answer, words=words)
     return turns(agents, count=calls, system=system, said=result, answer=answer, think=1.0, seed=seed, words=words)
 
 
@@ -160,8 +161,8 @@ TIMES = {"rate", "pause", "think"}
 def _check(**given: float) -> None:
     for name, value in given.items():
         low = 4 if name == "words" else 1
-        if name in TIMES and not 0 < value < float("inf"):
-            raise ValueError(f"{name}={value} is out of range (allowed: above 0)")
+        if name in TIMES and (not isinstance(value, int | float) or not 1e-9 <= value < float("inf")):
+            raise ValueError(f"{name}={value!r} is out of range (allowed: above 0)")
         if name not in TIMES and (not isinstance(value, int) or value < low):
             raise ValueError(f"{name}={value!r} is out of range (allowed: whole numbers from {low} on)")
 

@@ -78,6 +78,19 @@ def test_a_fork_says_what_it_would_say_alone(lab: Lab) -> None:
         engine.fork(held.id, Sampling(max_new_tokens=9000))
 
 
+def test_a_fork_goes_on_with_the_same_dice_or_its_own(lab: Lab) -> None:
+    engine = Engine(lab, kv_memory="1 MB", block_size=4)
+    first = engine.add(list(range(5, 15)), Sampling(max_new_tokens=12, temperature=1.0, **GREEDY))
+    for _ in range(3):
+        engine.step()
+    with pytest.raises(ValueError, match="max_new_tokens=3 is out of range .allowed: more than the 3 tokens"):
+        engine.fork(first.id, Sampling(max_new_tokens=3))
+    same, other = engine.fork(first.id), engine.fork(first.id, Sampling(max_new_tokens=12, temperature=1.0, seed=9, **GREEDY))
+    while engine.busy:
+        engine.step()
+    assert same.output == first.output and other.output[:3] == first.output[:3] and other.output != first.output
+
+
 def test_the_tree_is_drawn_without_crossings(lab: Lab) -> None:
     engine = Engine(lab, kv_memory="1 MB", block_size=4)
     engine.generate([[5, 6, 7, 8, *range(9 + n, 18 + n)] for n in (0, 20, 40)], Sampling(max_new_tokens=2, **GREEDY))

@@ -25,7 +25,8 @@ def test_to_vllm(lab: Lab) -> None:
     assert "vllm serve MODEL --kv-cache-dtype fp8_e4m3 --block-size 16" in str(made) and "cache_salt" in str(made)
     odd = Engine(lab, kv_memory="1 MB", block_size=24, batching="static", reserve="worst", preempt="swap", prefix_caching=False)
     made = hand_over(odd, "vllm")
-    assert "--no-enable-prefix-caching" in made.settings and "--block-size" not in made.settings
+    assert "--no-enable-prefix-caching" in made.settings
+    assert (made.settings["--block-size"], made.settings["--num-gpu-blocks-override"]) == (16, odd.pool.blocks * 24 // 16)
     assert len(made.missing) == 4 and "nearest: --block-size 16" in made.missing[0]
 
 

@@ -8,6 +8,7 @@ from kvlab import Strategy, geometry, hardware, keep, store
 from kvlab.lab import Lab
 from kvlab.serving import Engine, Request, Sampling, Work, traces
 from kvlab.serving.clocks import Fitted, Roofline, calibrate, fit
+from kvlab.serving.reservation import reserve
 from kvlab.serving.scheduler import Plan
 from kvlab.serving.served import run_trace
 from kvlab.serving.simulate import block_bytes, simulate
@@ -124,6 +125,19 @@ def test_worst_case_reservation_holds_what_nobody_fills():
     assert all(len(request.output) == 8 for request in worst.requests)
 
 
+def test_what_is_set_aside_by_hand():
+    """Lengths of 20 and 40, a limit of 100, blocks of 16: 2 and 3 blocks, or 7 each."""
+    made, token = reserve(MODEL, [20, 40], 100), 131072
+    assert (made.filled, made.blocks, made.worst) == (60 * token, 80 * token, 224 * token)
+    assert made.waste == 0.25 and made.worst_waste == pytest.approx(1 - 60 / 224)
+
+
+def test_who_made_room_finds_its_own_again_and_that_is_no_hit():
+    """Chats that share nothing: however often they are read again, nothing was known from before."""
+    made = simulate(traces.chat(20, rate=50), MODEL, "A10 24GB", kv_memory="300 MB")
+    assert made.preemptions > 0 and made.cached == 0
+
+
 def test_a_clock_is_calibrated_on_this_machine(llama: Any):
     lab = Lab("tiny", llama, Characters())  # type: ignore[arg-type]
     made = calibrate(lab, most=4, tokens=64, new=4, kv_memory="8 MB", block_size=8)
@@ -193,6 +207,16 @@ def test_chat_keeps_its_limit():
     [
         (lambda: simulate([], MODEL, CARD), "trace is empty"),
         (lambda: simulate(traces.chat(2), MODEL, CARD, routing="random"), "routing='random'"),
+        (lambda: simulate(traces.chat(2), "Llama-3.1-70B", CARD, kv_memory="4 GB"), "more devices, or fewer bits a weight"),
+        (lambda: simulate(traces.chat(2), MODEL, CARD, kv_memory="1 TB"), "kv_memory='1 TB' is more than the weights leave"),
+        (lambda: simulate(traces.chat(2), MODEL, "PCIe 4.0 x16", kv_memory="1 GB"), "is a link"),
+        (lambda: simulate(traces.chat(2), MODEL, CARD, clock=lambda plan: 0.0), "the clock gave 0.0 for a step"),
+        (lambda: simulate(traces.chat(2), MODEL, CARD, strategy="int8"), "strategy='int8' is no strategy"),  # type: ignore[arg-type]
+        (lambda: simulate(traces.chat(2), MODEL, CARD, overhead=None), "overhead=None"),  # type: ignore[arg-type]
+        (lambda: reserve(MODEL, [5, 12], 10), "lengths from 5 to 12"),
+        (lambda: reserve(MODEL, [], 10), "lengths is empty"),
+        (lambda: fit([(1, 1, 1, -1.0)] * 4), "a step of -1.0 seconds"),
+        (lambda: traces.tools(0), "agents=0"),
         (lambda: simulate(traces.chat(2), MODEL, CARD, replicas=0), "replicas=0"),
         (lambda: simulate(traces.chat(2), "Llama-3.1-70B", CARD), "more devices, or fewer bits a weight"),
         (lambda: simulate(traces.chat(2), MODEL, CARD, block_size=0), "block_size=0"),
