@@ -195,7 +195,8 @@ def app() -> "typer.Typer":
     ) -> None:
         """Serve a model through OpenAI's API (completions and chat, streaming): paged, batched continuously, prefixes shared. To try and to measure."""
         import kvlab
-        from kvlab.serving import Engine, hand_over
+        from kvlab.export import hand_over
+        from kvlab.serving import Engine
         from kvlab.serving.server import serve as run_server
 
         chosen = read_strategy(strategy)

@@ -1,6 +1,7 @@
 """A strategy as settings of the engines that people serve with, and a plain line wherever an engine has no equivalent.
 
     print(export(strategy, "vllm"))
+    print(hand_over(kvlab.serving.Engine(lab), "vllm"))  # blocks, prefixes and batches, too
 
 Each is pinned to the version whose documentation it was read from; a newer one may have more, or other names.
 """
@@ -9,10 +10,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from kvlab.strategy import Strategy
+
+if TYPE_CHECKING:
+    from kvlab.serving.engine import Engine as Serving
 
 keep: Any = importlib.import_module("kvlab.keep")
 store: Any = importlib.import_module("kvlab.store")
@@ -229,3 +233,66 @@ def _transformers(strategy: Strategy, draft: _Draft) -> str:
             draft.missing.append(f"{where}: offloading goes to CPU RAM only")
         return "cache = DynamicCache(config=model.config, offloading=True)\nmodel.generate(**inputs, cache=cache)"
     return "cache = DynamicCache(config=model.config)\nmodel.generate(**inputs, cache=cache)"
+
+
+TO = ("vllm", "sglang")
+VLLM_BLOCKS = (1, 8, 16, 32, 64, 128, 256)
+"""Tokens of a block that vLLM takes."""
+
+
+def hand_over(engine: Serving, to: str) -> Exported:
+    """``engine`` as flags of vLLM or SGLang: its strategy's as :func:`export` has them, and its blocks, prefixes and batches. What they cannot do
+    is said. Raises ``ValueError`` for another name.
+    """
+    if to not in TO:
+        raise ValueError(f"to={to!r} is not one of {', '.join(TO)}")
+    made = export(engine.strategy, to)
+    settings, missing, notes = dict(made.settings), list(made.missing), list(made.notes)
+    size, blocks, scheduler = engine.pool.block_size, engine.pool.blocks, engine.scheduler
+    if to == "vllm":
+        if size in VLLM_BLOCKS:
+            settings["--block-size"] = size
+            if size > 32:
+                notes.append("blocks of more than 32 tokens: not on every CUDA backend")
+        else:
+            nearest = min(VLLM_BLOCKS, key=lambda one: abs(one - size))
+            missing.append(f"blocks of {size} tokens (nearest: --block-size {nearest})")
+            settings["--block-size"], blocks = nearest, max(1, blocks * size // nearest)
+        settings |= {
+            "--num-gpu-blocks-override": blocks,
+            "--max-num-batched-tokens": scheduler.token_budget,
+            "--max-num-seqs": scheduler.max_running,
+            "--enable-prefix-caching" if engine.tree is not None else "--no-enable-prefix-caching": True,
+        }
+        notes.append(
+            "without --num-gpu-blocks-override it takes what --gpu-memory-utilization leaves, which is what a server should do"
+        )
+        if engine.tree is not None:
+            notes.append("full blocks only are shared; a tenant's salt is the request's cache_salt")
+            if engine.tree.policy == "lfu":
+                missing.append("policy='lfu' (nearest: the block used longest ago goes first, which it always does)")
+        if scheduler.preempt == "swap":
+            missing.append("preempt='swap': whoever makes room is computed again")
+    else:
+        settings |= {
+            "--page-size": size,
+            "--max-total-tokens": blocks * size,
+            "--chunked-prefill-size": scheduler.token_budget,
+            "--max-running-requests": scheduler.max_running,
+        }
+        if engine.tree is None:
+            settings["--disable-radix-cache"] = True
+        elif engine.tree.policy == "lfu":
+            settings["--radix-eviction-policy"] = "lfu"
+        notes.append("without --max-total-tokens it takes what --mem-fraction-static leaves, which is what a server should do")
+        if scheduler.preempt == "swap":
+            missing.append("preempt='swap': whoever makes room is computed again")
+    plain = next(engine.lab.model.parameters()).element_size()
+    if plain != 2:
+        notes.append(f"plain numbers have {8 * plain} bits here; a server's 16 bits take less for the same number of tokens")
+    if scheduler.batching == "static":
+        missing.append("batching='static': requests always join and leave at every step")
+    if scheduler.reserve == "worst":
+        missing.append("reserve='worst': blocks are taken as texts grow")
+    shape = ENGINES[to].shape
+    return replace(made, text=shape(settings), settings=settings, missing=tuple(missing), notes=tuple(notes))

@@ -174,9 +174,11 @@ def shared(lab: Lab, say: Say, requests: int = 100) -> Iterator[Row]:
     at_once = [Arrival(0.0, one.prompt, one.new) for one in trace]
     engine = Engine(lab, kv_memory=int(1.1 * (2000 + 128 * requests) * _token_bytes(lab)), max_running=requests)
     room = int(1.1 * 2128 * requests / 16 * block_bytes(lab.geometry, Strategy(), 16))
-    counted = simulate(
-        at_once, lab.geometry, "H100 SXM 80GB", kv_memory=room, max_running=requests, prefix_caching=False, clock=lambda _: 1.0
-    )
+    how: dict[str, Any] = {
+        "max_running": requests,
+        "token_budget": 2064 * requests,
+    }  # all of them read at once, else the first are done before the last begin
+    counted = simulate(at_once, lab.geometry, "H100 SXM 80GB", kv_memory=room, prefix_caching=False, clock=lambda _: 1.0, **how)
     real = run_trace(engine, at_once)
     for name, made, whole in (
         ("all at once, shared", real, engine.pool.blocks),

@@ -2,7 +2,6 @@
 
 from kvlab.serving.block_pool import BlockPool, OutOfBlocks
 from kvlab.serving.engine import Completion, Engine, Metrics
-from kvlab.serving.handover import hand_over
 from kvlab.serving.prefix_tree import Match, PrefixTree
 from kvlab.serving.request import Request, Sampling
 from kvlab.serving.reservation import Reservation, reserve
@@ -25,7 +24,6 @@ __all__ = [
     "Scheduler",
     "Served",
     "Work",
-    "hand_over",
     "reserve",
     "run_trace",
     "simulate",

@@ -284,9 +284,9 @@ class Scheduler:
             makes = work.makes
             if makes and request.id not in made:
                 raise ValueError(f"request {request.id!r}: the step makes a token, and none is given")
-            whole = makes and not request.output
+            reading = work.start < len(request.prompt)
             request.computed = work.start + work.count
-            if whole:
+            if reading:  # after each piece: whoever comes meanwhile need not compute it as well
                 self._remember(request)
             self._shorten(request)
             if makes:

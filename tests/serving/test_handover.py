@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from kvlab import Strategy, store
+from kvlab.export import hand_over
 from kvlab.lab import Lab
-from kvlab.serving import Engine, hand_over
+from kvlab.serving import Engine
 from tests.panels.conftest import Characters
 
 
