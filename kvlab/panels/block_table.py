@@ -5,6 +5,7 @@ BlockTable()          # as the last line of a cell
 All steps stay: `step` goes back and forth through them, also while the engine goes on.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -186,6 +187,11 @@ class BlockTable(Bench):
         self._say("steps", plots.steps_summary(self._frames), f"{len(self._frames)} steps")
         plots.update_filling(self.figures["filling"], self._frames, at)
         self._say("filling", plots.filling_summary(self._frames), f"{len(self._frames)} steps")
+
+    def _repr_mimebundle_(self, **settings: Any) -> dict[str, Any]:
+        if os.environ.get("KVLAB_PICTURES") == "1" and self.wait() and self._frames:  # a picture shows one step: the fullest
+            self.step.value = max(self._frames, key=lambda now: sum(len(block.readers) for block in now.blocks)).number
+        return super()._repr_mimebundle_(**settings)
 
     def __repr__(self) -> str:
         if not self._frames:
