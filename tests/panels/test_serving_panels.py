@@ -76,7 +76,8 @@ def test_traffic_shows_what_was_simulated() -> None:
     assert max(b + x for b, x in zip(bars.base, bars.x, strict=True)) == pytest.approx(max(ends.values()), rel=0.2)
     panel.kind.value = "one system prompt"
     assert panel.wait(60) and panel.shown["runs"][CONTINUOUS].hit_rate > 0.8
-    assert f"the tree had {panel.shown['runs'][CONTINUOUS].cached:,} (87%)" in panel.cards["prefixes"].text
+    run = panel.shown["runs"][CONTINUOUS]
+    assert f"the tree had {run.cached:,} ({100 * run.cached / run.prompt_tokens:.0f}%)" in panel.cards["prefixes"].text
     panel.sharing.value = False
     assert panel.wait(60) and panel.shown["runs"][CONTINUOUS].hit_rate == 0
     panel.memory.value = 0.0
