@@ -22,7 +22,7 @@ from kvlab.measure.experiment import Evidence, experiment, recorded
 from kvlab.measure.memory import predict_curve
 from kvlab.measure.named import name_of
 from kvlab.measure.tasks import Correction, Text, TwoKeys
-from kvlab.panels.bench import Bench, Box, Drawing
+from kvlab.panels.bench import Bench, Box, Drawing, dropdown, stops
 from kvlab.panels.runner import Ticket
 from kvlab.panels.widgets import HUES
 from kvlab.plots import choosing as plots
@@ -81,23 +81,23 @@ class Advisor(Bench):
         start = OWN if lab is not None else model
         self._own = None if lab is None else lab.geometry
         own = None if lab is None else lab.context
-        self.model_choice = _dropdown("model", names, start, "whose cache it is")
-        self.weight_bits = _dropdown("bits of a weight", [16, 8, 4], 16, "as the weights are held")
-        self.device = _dropdown("device", hardware.names("gpu", "cpu"), device, "what it runs on")
-        self.devices = _dropdown("how many", [1, 2, 4, 8, 16], 1, "devices that share the work")
-        self.context = _stops(
+        self.model_choice = dropdown("model", names, start, "whose cache it is")
+        self.weight_bits = dropdown("bits of a weight", [16, 8, 4], 16, "as the weights are held")
+        self.device = dropdown("device", hardware.names("gpu", "cpu"), device, "what it runs on")
+        self.devices = dropdown("how many", [1, 2, 4, 8, 16], 1, "devices that share the work")
+        self.context = stops(
             "context (tokens)",
             CONTEXTS,
             max([n for n in CONTEXTS if n <= min(32768, own or 32768)], default=CONTEXTS[0]),
             "tokens of each sequence",
         )
-        self.concurrency = _stops("sequences at once", COUNTS, 4, "requests that are decoded together")
-        self.workload = _dropdown("workload", list(WORKLOADS), "chat", "what the cache must not lose")
-        self.per_token = _stops("limit: ms a token", [0, 5, 10, 20, 30, 50, 100, 200, 500], 0, "0: no limit")
-        self.first_token = _stops("limit: s to the first token", [0, 1, 2, 5, 10, 20, 60], 0, "0: no limit")
-        self.choice = _dropdown("option", [("1", 0)], 0, "which of the options, in their order, is taken away and measured")
-        self.engine = _dropdown("engine", list(ENGINES), "vllm", "whose settings are shown")
-        self.task = _dropdown("task", list(TASKS), next(iter(TASKS)), "what is asked of the strategy, on the model at hand")
+        self.concurrency = stops("sequences at once", COUNTS, 4, "requests that are decoded together")
+        self.workload = dropdown("workload", list(WORKLOADS), "chat", "what the cache must not lose")
+        self.per_token = stops("limit: ms a token", [0, 5, 10, 20, 30, 50, 100, 200, 500], 0, "0: no limit")
+        self.first_token = stops("limit: s to the first token", [0, 1, 2, 5, 10, 20, 60], 0, "0: no limit")
+        self.choice = dropdown("option", [("1", 0)], 0, "which of the options, in their order, is taken away and measured")
+        self.engine = dropdown("engine", list(ENGINES), "vllm", "whose settings are shown")
+        self.task = dropdown("task", list(TASKS), next(iter(TASKS)), "what is asked of the strategy, on the model at hand")
         self.measure = widgets.Button(
             description="Measure", button_style="primary", tooltip="the full cache and the chosen option, on the model at hand"
         )
@@ -263,23 +263,3 @@ class Advisor(Bench):
 
 def _name(row: Evidence) -> str:
     return name_of(row.settings)
-
-
-def _dropdown(label: str, options: Any, value: Any, help: str) -> widgets.Dropdown:
-    made = widgets.Dropdown(
-        description=label,
-        options=options,
-        value=value,
-        tooltip=help,
-        style={"description_width": "initial"},
-        layout={"width": "auto"},
-    )
-    return made.add_class("kvlab-setting")
-
-
-def _stops(label: str, stops: list[int], value: int, help: str) -> widgets.SelectionSlider:
-    options = [(f"{stop:,}", stop) for stop in stops]
-    made = widgets.SelectionSlider(
-        description=label, options=options, value=value, tooltip=help, continuous_update=False, style={"description_width": "initial"}, layout={"width": "auto"}
-    )  # fmt: skip
-    return made.add_class("kvlab-setting")

@@ -304,6 +304,24 @@ def slider(label: str, help: str, **settings: Any) -> widgets.IntSlider:
     return made.add_class("kvlab-setting")
 
 
+def dropdown(label: str, options: Any, value: Any, help: str) -> widgets.Dropdown:
+    """A choice among ``options``, a list or label -> value."""
+    given = list(options.items()) if isinstance(options, Mapping) else options
+    made = widgets.Dropdown(
+        description=label, options=given, value=value, tooltip=help, style={"description_width": "initial"}, layout={"width": "auto"}
+    )  # fmt: skip
+    return made.add_class("kvlab-setting")
+
+
+def stops(label: str, values: Sequence[int], value: int, help: str) -> widgets.SelectionSlider:
+    """A slider that rests at ``values`` only, and reports when it is released."""
+    common: dict[str, Any] = {"style": {"description_width": "initial"}, "layout": {"width": "auto"}, "continuous_update": False}
+    made = widgets.SelectionSlider(
+        description=label, options=[(f"{one:,}", one) for one in values], value=value, tooltip=help, **common
+    )
+    return made.add_class("kvlab-setting")
+
+
 def start(panel: object, controls: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Set a panel's controls by their names. Raises ``ValueError`` for a name or a value that they do not have."""
     kind = type(panel).__name__

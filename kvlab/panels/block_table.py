@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ipywidgets as widgets
 
 from kvlab.lab import Lab, Progress
-from kvlab.panels.bench import Bench, Box, Drawing, slider, start
+from kvlab.panels.bench import Bench, Box, Drawing, dropdown, slider, start, stops
 from kvlab.panels.runner import Ticket
 from kvlab.panels.widgets import HUES
 from kvlab.plots import serving as plots
@@ -63,11 +63,11 @@ class BlockTable(Bench):
     asked = "frames"
 
     def __init__(self, lab: Lab | None = None, **settings: Any) -> None:
-        self.block_size = _stops("block size (tokens)", (2, 4, 8, 16, 32, 64), 8, "tokens of a block")
-        self.memory = _stops(
+        self.block_size = stops("block size (tokens)", (2, 4, 8, 16, 32, 64), 8, "tokens of a block")
+        self.memory = stops(
             "memory (tokens)", (64, 128, 256, 384, 512, 768, 1024, 2048), 384, "so many tokens fit, as the model holds them"
         )
-        self.bits = _choice("a full block holds", BITS, 0, "codes take less room, so there are more blocks in the same memory")
+        self.bits = dropdown("a full block holds", BITS, 0, "codes take less room, so there are more blocks in the same memory")
         self.requests = slider("requests", "how many come", min=1, max=8, value=6)
         self.every = slider("steps between arrivals", "0: all of them are there from the start", min=0, max=12, value=3)
         self.prefix = slider("shared beginning (tokens)", "what all of them begin with", min=0, max=128, value=36)
@@ -84,13 +84,13 @@ class BlockTable(Bench):
             description="prefix caching", value=True, indent=False, tooltip="lend out again what was read before"
         )
         self.sharing.add_class("kvlab-setting")
-        self.batching = _choice(
+        self.batching = dropdown(
             "batching", {"continuous": "continuous", "static": "static"}, "continuous", "who may join, and when"
         )
-        self.reserve = _choice(
+        self.reserve = dropdown(
             "set aside", {"blocks, as needed": "blocks", "the worst case": "worst"}, "blocks", "when a request is let in"
         )
-        self.preempt = _choice(
+        self.preempt = dropdown(
             "who makes room",
             {"computes again": "recompute", "is put away": "swap"},
             "recompute",
@@ -214,18 +214,3 @@ def _coming(asked: Asked, ids: list[int]) -> dict[str, Coming]:
         prompt = [*ids[: asked.prefix], *ids[start : start + own]]
         found[names[0]] = Coming(number * asked.every, prompt, dice[0], dict(zip(names[1:], dice[1:], strict=True)))
     return found
-
-
-def _choice(label: str, options: dict[str, Any], value: Any, help: str) -> widgets.Dropdown:
-    made = widgets.Dropdown(
-        description=label, options=list(options.items()), value=value, tooltip=help, style={"description_width": "initial"}, layout={"width": "auto"}
-    )  # fmt: skip
-    return made.add_class("kvlab-setting")
-
-
-def _stops(label: str, stops: Sequence[int], value: int, help: str) -> widgets.SelectionSlider:
-    options = [(f"{stop:,}", stop) for stop in stops]
-    made = widgets.SelectionSlider(
-        description=label, options=options, value=value, tooltip=help, continuous_update=False, style={"description_width": "initial"}, layout={"width": "auto"}
-    )  # fmt: skip
-    return made.add_class("kvlab-setting")

@@ -14,7 +14,7 @@ import ipywidgets as widgets
 from kvlab import geometry, hardware
 from kvlab.lab import Lab, Progress
 from kvlab.measure.studies import recorded
-from kvlab.panels.bench import Bench, Box, Drawing, slider, start
+from kvlab.panels.bench import Bench, Box, Drawing, dropdown, slider, start
 from kvlab.panels.runner import Ticket
 from kvlab.panels.widgets import HUES
 from kvlab.plots import serving as plots
@@ -81,30 +81,30 @@ class Traffic(Bench):
 
     def __init__(self, lab: Lab | None = None, **settings: Any) -> None:
         names = [name for name in geometry.names() if geometry.find(name).kv_layers]
-        self.model_choice = _dropdown("model", {name: name for name in names}, "Llama-3.1-8B", "whose cache it is")
-        self.device = _dropdown("device", {name: name for name in hardware.names("gpu", "cpu")}, "A10 24GB", "what it runs on")
-        self.devices = _dropdown("how many", {str(n): n for n in (1, 2, 4, 8, 16)}, 1, "devices that share the work")
+        self.model_choice = dropdown("model", {name: name for name in names}, "Llama-3.1-8B", "whose cache it is")
+        self.device = dropdown("device", {name: name for name in hardware.names("gpu", "cpu")}, "A10 24GB", "what it runs on")
+        self.devices = dropdown("how many", {str(n): n for n in (1, 2, 4, 8, 16)}, 1, "devices that share the work")
         sizes = {"what the weights leave": 0.0} | {
             f"{size:g} GB": float(size) for size in (0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256)
         }
-        self.memory = _dropdown("memory for the cache", sizes, 1.0, "of all devices together")
-        self.kind = _dropdown("requests", {name: name for name in KINDS}, "chat", "what they have in common")
-        self.requests = _dropdown("how many", {str(n): n for n in (20, 50, 100, 200, 400)}, 100, "in all")
-        self.rate = _dropdown(
+        self.memory = dropdown("memory for the cache", sizes, 1.0, "of all devices together")
+        self.kind = dropdown("requests", {name: name for name in KINDS}, "chat", "what they have in common")
+        self.requests = dropdown("how many", {str(n): n for n in (20, 50, 100, 200, 400)}, 100, "in all")
+        self.rate = dropdown(
             "a second", {f"{n:g}": float(n) for n in (0.5, 1, 2, 4, 8, 16, 32, 64)}, 8.0, "how many arrive a second, on average"
         )
         self.prefix = slider("shared beginning (tokens)", "of those that have one", min=0, max=8000, step=100, value=2000)
-        self.limit = _dropdown(
+        self.limit = dropdown(
             "longest (tokens)",
             {f"{n:,}": n for n in (1024, 2048, 4096, 8192, 16384, 32768)},
             2048,
             "prompt and answer together, for all that a server knows",
         )
-        self.bits = _dropdown("bits of a number", {"16": 16, "8": 8, "4": 4}, 16, "in a full block")
-        self.block_size = _dropdown(
+        self.bits = dropdown("bits of a number", {"16": 16, "8": 8, "4": 4}, 16, "in a full block")
+        self.block_size = dropdown(
             "block size (tokens)", {str(n): n for n in (1, 4, 8, 16, 32, 64, 128)}, 16, "tokens of a block"
         )
-        self.running = _dropdown(
+        self.running = dropdown(
             "at most at once", {str(n): n for n in (4, 8, 16, 32, 64, 128, 256)}, 64, "requests that run together"
         )
         self.sharing = widgets.Checkbox(
@@ -198,10 +198,3 @@ def _strategy(asked: Asked) -> Strategy:
 def _limited(trace: Sequence[Arrival], limit: int) -> list[Arrival]:
     """A server that knows no better counts with the limit."""
     return [dataclasses.replace(one, most=max(one.new, limit - len(one.prompt))) for one in trace]
-
-
-def _dropdown(label: str, options: dict[str, Any], value: Any, help: str) -> widgets.Dropdown:
-    made = widgets.Dropdown(
-        description=label, options=list(options.items()), value=value, tooltip=help, style={"description_width": "initial"}, layout={"width": "auto"}
-    )  # fmt: skip
-    return made.add_class("kvlab-setting")

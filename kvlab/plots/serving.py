@@ -21,6 +21,7 @@ from kvlab.serving.served import Served
 HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A6D3B", "#6A51A3")
 NAMES = "ABCDEFGHIJKLMNOPQRSTUVWX"  # of requests, in the order of their arrival
 SHARED, KEPT, EMPTY = "read by several", "kept for later", "no token there"
+HATCH = {"shape": "/", "size": 5, "fgcolor": "#9a9a9a", "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}
 FREE, COPIED = "free", "copied in this step"
 
 # --- the block table
@@ -48,7 +49,7 @@ def block_table(now: Frame | None = None, *, title: str = "The block table") -> 
 def _cells(name: str, hue: str, *, pattern: str = "", line: str = "#ffffff") -> go.Bar:
     look: dict[str, Any] = {"color": hue, "line": {"width": 1, "color": line}}
     if pattern:
-        look["pattern"] = {"shape": pattern, "size": 5, "fgcolor": "#9a9a9a", "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}
+        look["pattern"] = HATCH
     return go.Bar(name=name, marker=look, width=0.9)
 
 
@@ -274,7 +275,7 @@ def timeline(spans: Sequence[Span] = (), *, unit: str = "s", title: str = "Who r
     for name, (hue, pattern) in STATES.items():
         look: dict[str, Any] = {"color": hue, "line": {"width": 0}}
         if pattern:
-            look["pattern"] = {"shape": pattern, "size": 5, "fgcolor": "#9a9a9a", "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}
+            look["pattern"] = HATCH
         fig.add_trace(go.Bar(name=name, orientation="h", marker=look, width=0.8))
     fig.update_layout(barmode="overlay", bargap=0, hovermode="closest")
     fig.update_yaxes(autorange="reversed", rangemode="normal", showgrid=False, type="category")
@@ -446,7 +447,7 @@ def reservation(
     look = {
         "color": "rgba(0,0,0,0)",
         "line": {"width": 1, "color": "#9a9a9a"},
-        "pattern": {"shape": "/", "size": 5, "fgcolor": "#9a9a9a", "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3},
+        "pattern": HATCH,
     }
     fig.add_trace(go.Bar(name="set aside, empty", orientation="h", marker=look, width=0.6))
     fig.update_layout(barmode="stack", hovermode="closest")

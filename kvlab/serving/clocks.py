@@ -33,8 +33,7 @@ class Fitted:
     read: float
 
     def __call__(self, plan: Plan) -> float:
-        read = sum(work.start + work.count for work in plan.work)
-        return self.step + self.request * len(plan.work) + self.token * plan.tokens + self.read * read
+        return self.step + self.request * len(plan.work) + self.token * plan.tokens + self.read * plan.read
 
 
 def fit(steps: Sequence[tuple[int, int, int, float]]) -> Fitted:
@@ -87,10 +86,9 @@ def calibrate(
                 while engine.busy:
                     begun = time.perf_counter()
                     engine.step()
-                    taken, work = time.perf_counter() - begun, engine.plan.work
+                    taken, plan = time.perf_counter() - begun, engine.plan
                     if turn:
-                        read = sum(one.start + one.count for one in work)
-                        seen.setdefault((len(work), engine.plan.tokens, length), []).append((read, taken))
+                        seen.setdefault((len(plan.work), plan.tokens, length), []).append((plan.read, taken))
     return fit(
         [
             (requests, count, round(statistics.median(read for read, _ in same)), statistics.median(taken for _, taken in same))

@@ -15,14 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Held:
-    """One block. ``readers``: ids of the requests that hold it; ``filled``: its tokens; ``cached``: whether the prefix tree holds it too; ``written``: whether
-    this step wrote to it; ``copied``: the block that it was copied from in this step, or None.
-    """
+    """One block. ``readers``: ids of the requests that hold it; ``filled``: its tokens; ``cached``: whether the prefix tree holds it too; ``copied``: the block that it was copied from in this step, or None."""
 
     readers: tuple[str, ...] = ()
     filled: int = 0
     cached: bool = False
-    written: bool = False
     copied: int | None = None
 
 
@@ -79,16 +76,12 @@ def frame(scheduler: Scheduler, plan: Plan, number: int) -> Frame:
     """How everything stands after the step that computed ``plan``."""
     pool, size = scheduler.pool, scheduler.pool.block_size
     readers: list[list[str]] = [[] for _ in range(pool.blocks)]
-    filled, written = [0] * pool.blocks, [False] * pool.blocks
+    filled = [0] * pool.blocks
     for request in scheduler.running:
         for at, block in enumerate(request.blocks):
             if block >= 0:
                 readers[block].append(request.id)
                 filled[block] = max(filled[block], min(size, max(0, request.computed - at * size)))
-    for work in plan.work:
-        if work.request.status != FINISHED:
-            for block in work.request.blocks[work.start // size : -(-(work.start + work.count) // size)]:
-                written[block] = written[block] or block >= 0
     copied = {target: source for source, target, _ in plan.copies}
     nodes = [] if scheduler.tree is None else list(scheduler.tree.nodes())
     cached = {node.block for node in nodes}
@@ -101,7 +94,6 @@ def frame(scheduler: Scheduler, plan: Plan, number: int) -> Frame:
                 tuple(readers[block]),
                 filled[block],
                 block in cached,
-                written[block],
                 copied.get(block) if readers[block] else None,
             )
             for block in range(pool.blocks)

@@ -47,6 +47,11 @@ class Plan:
     def tokens(self) -> int:
         return sum(work.count for work in self.work)
 
+    @property
+    def read(self) -> int:
+        """Tokens of cache that its queries see."""
+        return sum(work.start + work.count for work in self.work)
+
 
 class Scheduler:
     """First come, first served: the oldest request always goes on, so none starves.

@@ -79,7 +79,6 @@ class Account:
         filled = sum(request.computed for request in scheduler.running)
         if scheduler.window is not None:
             filled = min(filled, held)
-        read = sum(work.start + work.count for work in plan.work)
         self.moments.append(
             Moment(
                 now,
@@ -90,7 +89,7 @@ class Account:
                 held,
                 filled,
                 plan.tokens,
-                read,
+                plan.read,
             )
         )
 
