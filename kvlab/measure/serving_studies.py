@@ -24,6 +24,7 @@ from kvlab import attention
 from kvlab.lab import Lab
 from kvlab.measure.machine import machine
 from kvlab.serving import Engine, Sampling, Served, run_trace, simulate, traces
+from kvlab.serving import engine as paged
 from kvlab.serving.clocks import calibrate
 from kvlab.serving.simulate import block_bytes
 from kvlab.serving.traces import Arrival
@@ -231,7 +232,7 @@ def _words(lab: Lab) -> int:
 
 def _token_bytes(lab: Lab) -> float:
     """Of the cache, as the model holds numbers."""
-    return block_bytes(lab.geometry, Strategy(), 16) / 16 * next(lab.model.parameters()).element_size() / 2
+    return paged.block_bytes(lab, Strategy(), 1)
 
 
 def _one_by_one(lab: Lab, trace: Sequence[Arrival]) -> tuple[int, float, Row]:
