@@ -21,6 +21,9 @@ PINNED := pyproject.toml constraints.txt
 HAS_PIP := $(PY) -m pip --version >/dev/null 2>&1 || { echo "$(PY) has no pip: $(PY) -m ensurepip, or make clean"; exit 1; }
 CHROMIUM := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name) 2>/dev/null)))
 
+# Tests run two at a time, a thread each: two torches' threads would fight over two cores.
+TESTING := OMP_NUM_THREADS=1
+
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: app docs help lab test lint unit oldest kernels-test course notebooks gpu nightly clean
@@ -57,23 +60,23 @@ lint: $(VENV)/.test
 
 # Two processes: the models are too small for one test to keep two cores busy.
 unit: $(VENV)/.test $(VENV)/.model
-	$(PY) -m pytest -q -n 2 tests --ignore=tests/browser --ignore=tests/kernels
+	$(TESTING) $(PY) -m pytest -q -n 2 tests --ignore=tests/browser --ignore=tests/kernels
 
 # What touches transformers, with the oldest one that is supported; it lies beside the pinned one and is found first.
 oldest: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
-	PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=40 $(PY) -m pytest -q -n 2 -k 'not (compiled or lookup or many_turns or a_thread or samples or several or repacked or (gives_the_tokens and (gemma2 or mistral)))' tests/test_cache.py tests/test_generate.py tests/test_parity.py
+	$(TESTING) PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=40 $(PY) -m pytest -q -n 2 -k 'not (compiled or lookup or many_turns or a_thread or samples or several or repacked or (gives_the_tokens and (gemma2 or mistral)))' tests/test_cache.py tests/test_generate.py tests/test_parity.py
 
 # A process of their own: Triton reads at its first import whether to interpret. Every second case; all of them in `make nightly`.
 kernels-test: $(VENV)/.test
-	TRITON_INTERPRET=1 $(PY) -m pytest -q -n 2 tests/kernels
+	$(TESTING) TRITON_INTERPRET=1 $(PY) -m pytest -q -n 2 tests/kernels
 
 # The cells of every notebook run (00, whose panel the browser drives, in `make nightly`); outputs are compared where a cell asks for it (tag nbval-check-output). The browser's tests run beside them:
-# the longest first, two files at a time with a thread each, since cells come one after the other and two torches' threads would fight over two cores.
+# the longest first, two files at a time.
 course: $(VENV)/.test
 ifeq ($(CHROMIUM),)
 	@echo "browser tests: SKIPPED, no Chromium found (sudo apt install chromium)"
 endif
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
+	$(TESTING) $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
 	  --ignore=notebooks/solutions --ignore=notebooks/00_live_lab.ipynb $(if $(CHROMIUM),tests/browser/test_panels.py) notebooks/05_eviction.ipynb \
 	  $(if $(CHROMIUM),tests/browser/test_live_lab.py) notebooks
 
