@@ -66,7 +66,7 @@ unit: $(VENV)/.test $(VENV)/.model
 oldest: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
 	$(TESTING) PYTHONPATH=$(VENV)/transformers-$(OLDEST) KVLAB_CASES=40 $(PY) -m pytest -q -n 2 -k 'not (compiled or lookup or many_turns or a_thread or samples or several or repacked or (gives_the_tokens and (gemma2 or mistral)))' tests/test_cache.py tests/test_generate.py tests/test_parity.py
 
-# A process of their own: Triton reads at its first import whether to interpret. Every second case; all of them in `make nightly`.
+# A process of their own: Triton reads at its first import whether to interpret. Half of the cases; all of them in `make nightly`.
 kernels-test: $(VENV)/.test
 	$(TESTING) TRITON_INTERPRET=1 $(PY) -m pytest -q -n 2 tests/kernels
 
@@ -94,12 +94,12 @@ gpu: $(VENV)/.test
 
 ## make nightly    the tests that are too long for every run
 nightly: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
-	$(PY) -m pytest -q -m nightly tests --ignore=tests/browser --ignore=tests/kernels
+	KVLAB_ALL=1 $(PY) -m pytest -q -n 2 -m 'many or nightly' tests --ignore=tests/browser --ignore=tests/kernels
 	$(PY) -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/00_live_lab.ipynb notebooks/solutions
-	KVLAB_PANELS=all $(PY) -m pytest -q tests/browser/test_panels.py
+	KVLAB_ALL=1 $(PY) -m pytest -q tests/browser/test_panels.py
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST) $(PY) -m pytest -q tests/test_families.py tests/test_generate.py
 	KVLAB_CASES=10000 $(PY) -m pytest -q tests/test_parity.py
-	TRITON_INTERPRET=1 KVLAB_KERNELS=all KVLAB_COMPILE=all KVLAB_SHAPES=40 $(PY) -m pytest -q -n 2 tests/kernels
+	TRITON_INTERPRET=1 KVLAB_ALL=1 KVLAB_COMPILE=all KVLAB_SHAPES=40 $(PY) -m pytest -q -n 2 tests/kernels
 
 ## make clean      remove .venv and caches (not the model: `kvlab model` says where it lies)
 clean:

@@ -1,6 +1,7 @@
 """Tiny random models and prompts that every test can use. ``KVLAB_TEST_DEVICE=cuda`` runs the same tests on a GPU."""
 
 import os
+import zlib
 
 import pytest
 import torch
@@ -24,6 +25,20 @@ COMMON = dict(
 def make_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**{**COMMON, **changes})).eval().to(DEVICE)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the kernels' tests and those marked `many`, about half of the cases run, the first always; all with ``KVLAB_ALL=1`` (`make nightly`)."""
+    if os.environ.get("KVLAB_ALL") == "1":
+        return
+    met, left = set(), []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if test in met and ("tests/kernels/" in test or item.get_closest_marker("many")) and zlib.crc32(item.nodeid.encode()) % 2:
+            left.append(item)
+        met.add(test)
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ def left_padding(ids: torch.Tensor) -> torch.Tensor:
     return padding
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 def test_a_full_budget_loses_nothing(family: str, ids: torch.Tensor, padded: bool) -> None:
     model, padding = zoo.model(family), left_padding(ids) if padded else None
@@ -94,6 +95,7 @@ STEPS = list(range(1, 41))
 PLACES = [place.Resident(), place.Offload()]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("where", PLACES, ids=str)
 def test_window_and_sinks_equal_a_mask(family: str, ids: torch.Tensor, where: place.Resident) -> None:
     model = zoo.model(family)
@@ -105,6 +107,7 @@ def test_window_and_sinks_equal_a_mask(family: str, ids: torch.Tensor, where: pl
             assert len(layer.store) == (12 if own is None else own - 1)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("where", PLACES, ids=str)
 def test_heavy_hitters_equal_their_definition(family: str, ids: torch.Tensor, where: place.Resident) -> None:
     if family == "gemma3n":

@@ -47,6 +47,7 @@ WAYS = {
 }
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("way", WAYS)
 def test_generate_gives_the_tokens_of_transformers(name, way, ids):
@@ -60,6 +61,7 @@ def test_generate_gives_the_tokens_of_transformers(name, way, ids):
         assert torch.equal(generate(model, ids, strategy, **WAYS[way]), want), strategy
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", MODELS)
 def test_prompt_lookup_equals_greedy(name, ids):
     model = zoo.model(name)
@@ -290,6 +292,7 @@ def test_a_step_that_failed_half_way_is_noticed(ids):
     assert (forward(model, ids, cache) - plain(model, ids, [40])).abs().max() < 1e-5
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("method", [store.Int(bits=4, group_size=8), store.KIVI(group_size=8, residual=16), store.Fp8(), store.Int(bits=2, group_size=16, key_axis="tensor")], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_drafts_leave_no_trace_in_codes(name, method, ids):

@@ -14,6 +14,7 @@ from tests import zoo
 from tests.panels.conftest import tiny_lab  # noqa: F401
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("step", [1, 7, 60])
 @pytest.mark.parametrize(
     "strategy",

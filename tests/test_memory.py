@@ -58,6 +58,7 @@ def reachable(cache) -> int:
     return sum(seen.values())
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_memory_equals_the_storages_torch_made(llama, ids, strategy, device):
     cache = KVCache(llama, strategy)

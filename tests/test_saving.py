@@ -30,6 +30,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_it_goes_on_bit_for_bit(strategy, padded, ids, tmp_path):

@@ -83,9 +83,7 @@ def readable(panel: Panel, titles: tuple[str, ...]) -> None:
     panel.page.wait_for_function(INSIDE, polling=500, timeout=60_000)  # not once a frame: a page behind another draws none
 
 
-ALL = (
-    os.environ.get("KVLAB_PANELS") == "all"
-)  # the panels are of one build: every run looks at one of them, `make nightly` at all
+ALL = os.environ.get("KVLAB_ALL") == "1"  # the panels are of one build: every run looks at one of them, `make nightly` at all
 
 
 @pytest.mark.parametrize("name", [name for name in CARDS if ALL or name == "river"])

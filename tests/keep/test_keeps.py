@@ -205,6 +205,7 @@ def quest(step: int):
     return rule
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", methods("store").values())
 def test_single_rows_are_read_as_they_lie(kind):
     small_groups = {"group_size": 8} if "group_size" in kind.settings() else {}
@@ -348,6 +349,7 @@ def test_heads_share_in_batches_with_padding_and_pieces():
     assert (again[0] - again[1]).abs().max() < 1e-6 and (again[0] - again[2]).abs().max() > 1e-3
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("where", [place.Resident(), place.Offload()], ids=str)
 @pytest.mark.parametrize(("method", "rule"), CASES, ids=lambda x: str(x) if isinstance(x, Keep) else "")
 def test_each_equals_its_definition_token_by_token(method, rule, where):
@@ -423,6 +425,7 @@ def kind(cls: type[Keep]) -> store.Dense | store.Paged:
     return store.Paged(page=4) if cls is keep.AdaKV else store.Dense()
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("cls", EVICTING)
 @pytest.mark.parametrize("chunk", [1, 7, 60])
 def test_the_budget_holds_and_positions_stay_sorted(cls, chunk):

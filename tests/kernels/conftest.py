@@ -2,7 +2,6 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,16 +27,3 @@ def poison(monkeypatch):
         return x.fill_(float("nan") if x.is_floating_point() else 255) if x.device.type == "cpu" else x
 
     monkeypatch.setattr(torch, "empty", empty)
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of a test with three cases or more every second one runs, the first always; all of them with ``KVLAB_KERNELS=all`` (`make nightly`)."""
-    if os.environ.get("KVLAB_KERNELS") == "all":
-        return
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    left = {item for several in cases.values() if len(several) >= 3 for item in several[1::2]}
-    config.hook.pytest_deselected(items=sorted(left, key=lambda item: item.nodeid))
-    items[:] = [item for item in items if item not in left]

@@ -69,6 +69,7 @@ STRATEGIES = [
 ]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("parts", STRATEGIES, ids=str)
 @pytest.mark.parametrize("where", [{}, {"prefetch": 2, "hot": 24, "hot_first": 3}, {"hot_layers": "1", "pin": False}], ids=str)
 def test_it_is_bit_exact(llama, device, host, parts, where):

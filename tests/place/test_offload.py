@@ -58,6 +58,7 @@ def some(rows: int, tokens: int) -> torch.Tensor:
     return torch.randint(3, 97, (rows, tokens), generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("parts", "where", "steps"),
     [
@@ -79,6 +80,7 @@ def test_offload_is_bit_exact_over_many_steps(llama, device, parts, where, steps
     assert (where.get("hot") or memory.by_device()["disk"]) and memory.logical == whole.logical and memory.stored == whole.stored
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", ["gemma3", "gemma3n", "llama4", "gpt_oss"])
 def test_two_turns_on_a_hybrid_model(name, jitter):
     model, ids = zoo.model(name), some(2, 140)

@@ -80,6 +80,7 @@ def test_any_mix_says_the_same(lab: Lab, how: dict[str, Any]) -> None:
     assert engine.pool.free == engine.pool.blocks and not engine._away
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", STORES[1:], ids=str)
 def test_codes_say_what_their_own_unshared_run_says(lab: Lab, kind: Any) -> None:
     """One request at a time, nothing shared, one token a step; then all at once, in pieces, shared and preempted."""

@@ -77,6 +77,7 @@ def fill(method, pieces, of=None):
     return state, [torch.cat(side, 2) for side in zip(*rows, strict=True)]
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("method", SMALL, ids=str)
 @pytest.mark.parametrize("rows", [3, 40], ids=["a few queries", "many queries"])
 def test_attention_reads_what_is_stored(method, rows):
@@ -247,6 +248,7 @@ def test_constant_rows_come_back(method, value):
         torch.testing.assert_close(side, rows, rtol=2e-3, atol=1e-7)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("method", SMALL, ids=str)
 def test_bytes_are_as_predicted(method):
     """Over a model's layers, growth slack apart, within 1%; at the prompt and after as many steps."""
@@ -281,6 +283,7 @@ def test_drafts_are_taken_back(method):
     assert len(state) == 52
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("method", [m for m in SMALL if "evict" in m.offers], ids=str)
 def test_eviction_takes_the_same_rows_from_what_is_stored(method):
     """With a window that rolls over codes, first tokens and tail, the kept rows are those stored before."""
