@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import ipywidgets as widgets
 
-from kvlab.fetch import cache_dir
 from kvlab.keep.heavy_hitter import HeavyHitter
 from kvlab.lab import Lab, Progress
 from kvlab.panels.bench import Bench, Box, Drawing, slider
@@ -51,7 +50,7 @@ class BlindTest(Bench):
         lab: the model; None loads SmolLM2-135M in the background.
         strategy: what the full cache is compared with, keep and store of it.
         prompt: a text whose stretches are continued; None takes the Python reference.
-        out: the JSON-lines file of votes; None takes `votes.jsonl` in kvlab's cache folder.
+        out: the JSON-lines file of votes; None takes `votes.jsonl` in the working directory.
         seed: of the order in which the two stand.
     """
 
@@ -68,7 +67,7 @@ class BlindTest(Bench):
     ) -> None:
         start = Strategy(HeavyHitter(budget=96, recent=32), Int(bits=4)) if strategy is None else strategy
         self._text = long_text() if prompt is None else prompt
-        self.path = Path(out) if out is not None else cache_dir() / "votes.jsonl"
+        self.path = Path(out) if out is not None else Path("votes.jsonl")
         self._dice, self._number = random.Random(seed), 0
         self.keep, self.store = (MethodControls(axis, getattr(start, axis), self._changed) for axis in ("keep", "store"))
         self.tokens = slider("tokens of text", "how much is read before it goes on", min=64, max=1024, step=64, value=256)
