@@ -5,10 +5,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[01]*.ipynb"))
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "notebooks").rglob("*.ipynb"))]
 
 
@@ -71,3 +73,21 @@ def test_the_method_that_is_added_there_is_found_by_everything() -> None:
     assert len(source.splitlines()) < 40
     done = subprocess.run([sys.executable, "-c", ADDED], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() == "ok", done.stderr
+
+
+def test_the_site_is_built_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+    """Course, reading and API as one site; a warning is an error. Every link within it is followed, and every picture."""
+    pytest.importorskip("myst_nb")
+    build = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", "-d", str(tmp_path / "trees")]
+    done = subprocess.run([*build, ".", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    pages = [path for path in (tmp_path / "site").rglob("*.html") if path.name not in ("search.html", "genindex.html")]
+    assert {f"{path.stem}.html" for path in NOTEBOOKS} <= {page.name for page in pages}
+    dead = set()
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert "widget-view+json" not in text and "Loading widget" not in text, page.name  # nothing that only a kernel could show
+        for target in re.findall(r'(?:href|src)="([^"#?]+)[#?"]', text):
+            if not re.match(r"[a-z]+:|//", target) and not (page.parent / unquote(target)).exists():
+                dead.add((page.name, target))
+    assert not dead

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import LONG, MARKS, Opened, Panel, theme
+from tests.browser.conftest import MARKS, Opened, Panel, theme
+from tests.browser.lab import LONG, serious
 
 pytestmark = MARKS
 
@@ -38,13 +39,15 @@ def test_it_runs_and_the_figures_are_there(panel: Panel) -> None:
     assert "agree; perplexity" in panel.text("quality along the text")
     assert "full" in panel.text("what it says")
     assert "HeavyHitter()" in panel.text("numbers")
+    assert serious(panel.page, ".kvlab") == []
     panel.shot("1-start")
 
 
 def test_a_slider_moved_with_the_keyboard_changes_figures_and_table(panel: Panel) -> None:
     before = {title: panel.text(title) for title in ("memory", "quality along the text", "numbers")}
     start = time.monotonic()
-    panel.press(panel.handle("keep", "budget"), "ArrowLeft", 10)  # 256 to 96 tokens
+    panel.press(panel.handle("keep", "budget"), "ArrowRight", 5)
+    panel.press(panel.handle("keep", "budget"), "ArrowLeft", 15)  # 20 changes, from 256 to 96 tokens
     panel.card("memory").locator("text=/^Predicted: /").wait_for()
     predicted = time.monotonic() - start
     panel.done()
@@ -103,4 +106,12 @@ def test_it_can_be_read_in_the_dark_and_in_a_narrow_window(panel: Panel) -> None
     last = panel.card("numbers").locator("th").last.bounding_box()
     assert last["x"] + last["width"] <= boxes[-1]["x"] + boxes[-1]["width"]  # the table is not cut off
     panel.shot("6-narrow")
-    assert page.faults == []
+
+
+def test_reset_brings_back_the_start(panel: Panel) -> None:
+    panel.button("reset").focus()
+    panel.page.keyboard.press("Enter")
+    panel.done()
+    assert "HeavyHitter()" in panel.text("numbers") and "HeavyHitter(budget" not in panel.text("numbers")
+    assert panel.handle("keep", "budget").get_attribute("aria-valuenow") == "256.0"
+    assert panel.page.faults == []

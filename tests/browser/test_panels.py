@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import MARKS, Opened, Panel, theme
+from tests.browser.lab import serious
 
 pytestmark = MARKS
 
@@ -94,6 +95,7 @@ def test_it_can_be_read_and_moved(open_notebook: Opened, name: str) -> None:
     panel.done()
     assert panel.box.locator(".kvlab-error").count() == 0
     readable(panel, titles)
+    assert serious(page, ".kvlab") == []
     before = panel.text(titles[0])
     label, said = MOVES.get(name, ("layer", "ayer 11"))
     panel.press(panel.handle(BOXES.get(name, "look-at"), label), "ArrowLeft")

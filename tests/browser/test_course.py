@@ -1,0 +1,127 @@
+"""The course as a reader meets it: notebooks run from the first cell to the last in JupyterLab, restarted and run again, two at once; a panel as a page without code."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import COURSE, MARKS, SHOTS, Opened, Panel
+from tests.browser.lab import LONG, free_port, menu, page_of, ran, serious, served
+
+pytestmark = MARKS
+ALL = os.environ.get("KVLAB_ALL") == "1"
+nightly = pytest.mark.skipif(not ALL, reason="make nightly runs it")
+
+
+def whole(page: Any) -> None:
+    """Nothing in it failed, on the page, on its console, in a cell or in a panel."""
+    assert (
+        page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']:has-text('Traceback')").count() == 0
+    )
+    assert page.locator(".jp-RenderedText[data-mime-type='application/vnd.jupyter.error']").count() == 0
+    assert page.locator("text=/Error displaying widget|Error creating widget|Loading widget/").count() == 0
+    assert page.locator(".kvlab-error").count() == 0
+    for figure in page.locator(".js-plotly-plot").all():
+        assert figure.locator(".main-svg").count()
+    assert page.faults == []
+
+
+def panels_done(page: Any) -> None:
+    """Every panel that has a progress bar has come to its end."""
+    page.wait_for_function(
+        """() => [...document.querySelectorAll('.kvlab .kvlab-grow')].every(bar => bar.innerText.includes('done'))""",
+        polling=500,
+        timeout=LONG,
+    )
+
+
+def test_a_prediction_then_restarted_and_run_again(open_notebook: Opened) -> None:
+    page = open_notebook("course-02")
+    menu(page, "Run", "Run All Cells")
+    ran(page)
+    first = page.locator(".kvlab-predict").first
+    first.get_by_role("radio").nth(1).focus()
+    page.keyboard.press("Space")
+    heard = page.locator(".jp-CodeCell:has-text('guess1.seen(') .cm-content").first
+    heard.click()
+    page.keyboard.press("Shift+Enter")
+    page.wait_for_selector("text=Predicted 40 GiB: right.")
+    assert first.get_by_role("radio").nth(1).is_disabled()  # what was seen can no longer be foreseen
+    page.locator(".noUi-handle").first.focus()
+    before = page.locator(".jp-OutputArea-output:has(.noUi-handle)").first.inner_text()
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_function(
+        "x => document.querySelector('.jp-OutputArea-output:has(.noUi-handle)').innerText !== x", arg=before, polling=200
+    )
+    whole(page)
+    menu(page, "Kernel", "Restart Kernel and Run All Cells…")
+    page.get_by_role("button", name="Restart").click()
+    page.wait_for_selector("text=Predicted 40 GiB: right.", state="detached")
+    ran(page)
+    page.wait_for_selector("text=/Nothing predicted. Llama-3.1-70B, 131,072 tokens: about 40 GiB/")
+    whole(page)
+    assert serious(page, ".kvlab-predict") == []
+    page.close()
+
+
+@nightly
+@pytest.mark.parametrize("name", [path.name[:2] for path in COURSE])
+def test_every_notebook_from_first_cell_to_last(open_notebook: Opened, name: str) -> None:
+    page = open_notebook(f"course-{name}")
+    menu(page, "Run", "Run All Cells")
+    ran(page)
+    panels_done(page)
+    page.wait_for_timeout(2000)
+    whole(page)
+    inside = [one for one in (".kvlab", ".kvlab-predict") if page.locator(one).count()]
+    assert serious(page, *inside) == []
+    SHOTS.mkdir(exist_ok=True)
+    page.locator(".kvlab-predict").first.scroll_into_view_if_needed()
+    page.screenshot(path=SHOTS / f"course-{name}.png")
+    page.close()
+
+
+@nightly
+def test_two_at_once(open_notebook: Opened) -> None:
+    """Each its own kernel; both come to their end, and both still answer."""
+    pages = [open_notebook(name) for name in ("live", "course-09")]
+    for page in pages:
+        menu(page, "Run", "Run All Cells")
+    for page in pages:
+        ran(page)
+        panels_done(page)
+        whole(page)
+    panel = Panel(pages[0])
+    panel.press(panel.handle("keep", "budget"), "ArrowLeft", 3)
+    panel.done()
+    assert "HeavyHitter(budget=208)" in panel.text("numbers")
+    for page in pages:
+        page.close()
+
+
+@nightly
+@pytest.mark.parametrize(("name", "said"), [("memory", "Llama-3.1-8B"), ("live-lab", "agree; perplexity")])
+def test_a_panel_as_a_page_without_code(browser: Any, tmp_path: Path, name: str, said: str) -> None:
+    pytest.importorskip("voila")
+    port = free_port()
+    line = [sys.executable, "-m", "kvlab.cli", "app", name, "--no-browser", f"--port={port}"]
+    key = f"key{port}"
+    with served(
+        line, f"http://127.0.0.1:{port}/static/favicon.ico?token={key}", tmp_path / "log", os.environ | {"JUPYTER_TOKEN": key}
+    ):
+        page = page_of(browser)
+        page.goto(f"http://127.0.0.1:{port}/")
+        assert page.locator("input[type=password]").count()  # not without its token
+        page.goto(f"http://127.0.0.1:{port}/?token={key}")
+        page.wait_for_selector(f"text=/{re.escape(said)}/", timeout=LONG)
+        page.wait_for_selector(".js-plotly-plot .main-svg")
+        assert page.locator(".cm-content, .jp-InputArea").count() == 0
+        page.locator(".noUi-handle").first.focus()
+        page.keyboard.press("ArrowLeft")
+        page.wait_for_timeout(2000)
+        assert page.faults == []
+        page.screenshot(path=SHOTS / f"app-{name}.png")
+        page.close()
