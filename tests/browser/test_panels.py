@@ -133,3 +133,67 @@ def test_a_vote_by_keyboard(open_notebook: Opened) -> None:
     panel.shot("blind-voted")
     assert page.faults == []
     page.close()
+
+
+CONTROLS = (
+    ".kvlab-side .noUi-handle",
+    ".kvlab-side select",
+    ".kvlab-side input[type=checkbox]",
+    ".kvlab-side .widget-radio-box",
+    ".kvlab-side .widget-toggle-buttons",
+)
+CARDS_TEXT = "() => [...document.querySelectorAll('.kvlab-card')].map(card => card.innerHTML).join('')"
+
+
+def nudge(page: Any, control: Any) -> str:
+    """Move it by one with the keyboard alone -> the key that takes it back."""
+    kind = control.evaluate(
+        "x => x.matches('.noUi-handle') ? 'slider' : x.matches('select') ? 'select' : x.matches('input') ? 'check' : 'group'"
+    )
+    if kind == "slider":
+        control.focus()
+        low, now = (control.get_attribute(name) for name in ("aria-valuemin", "aria-valuenow"))
+        key, back = ("ArrowRight", "ArrowLeft") if low == now else ("ArrowLeft", "ArrowRight")
+    elif kind == "select":
+        control.focus()
+        last = control.evaluate("x => x.selectedIndex === x.options.length - 1")
+        key, back = ("ArrowUp", "ArrowDown") if last else ("ArrowDown", "ArrowUp")
+    elif kind == "check":
+        control.focus()
+        key = back = "Space"
+    else:
+        control.locator("input:checked, button.mod-active").first.focus()
+        key, back = "ArrowDown", "ArrowUp"
+    page.keyboard.press(key)
+    return back
+
+
+@pytest.mark.skipif(not ALL, reason="make nightly runs it")
+@pytest.mark.parametrize("name", ["live", *CARDS])
+def test_every_control_by_keyboard(open_notebook: Opened, name: str) -> None:
+    """Each control alone: what it changes is shown, or said in one line and got over; nothing hangs, nothing fails on the console."""
+    page = opened(open_notebook, name)
+    page.wait_for_selector(".kvlab")
+    panel = Panel(page)
+    panel.done()
+    idle = []
+    for kind in CONTROLS:
+        for number in range(page.locator(kind).count()):
+            control = page.locator(kind).nth(number)
+            if not control.count() or not control.is_visible() or not control.is_enabled():
+                continue
+            before = page.evaluate(CARDS_TEXT)
+            back = nudge(page, control)
+            panel.done()
+            if panel.box.locator(".kvlab-error").count():
+                said = panel.box.locator(".kvlab-error b").inner_text()
+                assert "allowed" in said or "needs" in said, said  # a person's mistake, said to a person
+                page.keyboard.press(back)
+                panel.box.locator(".kvlab-error").wait_for(state="detached")
+                panel.done()
+            elif page.evaluate(CARDS_TEXT) == before:
+                idle.append(f"{kind} {number}")
+    print(name, "nothing changed for", idle)
+    assert len(idle) <= 3
+    assert page.faults == []
+    page.close()
