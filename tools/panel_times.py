@@ -25,7 +25,7 @@ PANELS = {
     "01_why_a_cache": ("CacheOrNot(", "", "", ""),
     "02_memory": ("MemoryCalculator(", "", "context", "ArrowLeft"),
     "03_quantization": ("Inspector(", "look-at", "layer", "ArrowLeft"),
-    "04_windows_and_sinks": ("TokenRiver(", "keep", "size", "ArrowLeft"),
+    "04_windows_and_sinks": ("TokenRiver(", "keep", "window", "ArrowLeft"),
     "05_eviction": ("TokenRiver(", "keep", "budget", "ArrowLeft"),
     "06_low_rank_and_merging": ("Spectrum(", "look-at", "layer", "ArrowLeft"),
     "07_offloading": ("Offloading(", "look-at", "tokens", "ArrowLeft"),
@@ -71,7 +71,7 @@ def timed(page: Any, what: tuple[str, str, str, str]) -> dict[str, float]:
         page.wait_for_timeout(3000)
         inside = f".kvlab-{box} " if box else ""
         handle = page.locator(f"{inside}.widget-inline-hbox:has(label:text('{label}')) .noUi-handle").first
-        handle.focus()
+        handle.focus(timeout=10_000)
         before = page.evaluate(FIGURES)
         start = time.perf_counter()
         page.keyboard.press(key)
@@ -91,7 +91,10 @@ def main(out: str = "data/results/panels.jsonl") -> int:
                 panel = what[0].rstrip("(")
                 row = {"panel": panel, "notebook": name.partition(" ")[0], **timed(page, what)}
                 print(row, flush=True)
-                rows.append(row | {"machine": machine(), "date": datetime.date.today().isoformat(), "command": "python tools/panel_times.py"})
+                rows.append(
+                    row
+                    | {"machine": machine(), "date": datetime.date.today().isoformat(), "command": "python tools/panel_times.py"}
+                )
                 page.close()
     Path(out).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return 0
