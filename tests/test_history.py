@@ -9,7 +9,7 @@ import torch
 
 from kvlab import KVCache, Strategy, keep, store
 from kvlab.cache import forward
-from kvlab.measure.river import river
+from kvlab.measure.river import attended, river
 from tests import zoo
 from tests.panels.conftest import tiny_lab  # noqa: F401
 
@@ -67,6 +67,11 @@ def test_a_river_by_hand(tiny_lab):  # noqa: F811
     lab = tiny_lab
     ids = torch.randint(3, 97, (1, 24), generator=torch.Generator().manual_seed(0))
     made = river(lab, Strategy(keep=keep.Window(size=8, sinks=2)), ids, prefill=12, step=4)
+    full = attended(lab, ids, prefill=12, step=4)
+    again = river(lab, Strategy(keep=keep.Window(size=8, sinks=2)), ids, prefill=12, step=4, full=full)
+    assert torch.equal(again.lost, made.lost) and torch.equal(again.sinks, made.sinks)
+    with pytest.raises(ValueError, match="allowed: the same text, 11 and 4"):
+        river(lab, Strategy(), ids, prefill=11, step=4, full=full)
     assert made.tokens == 24 and made.heads == 6 and made.times.tolist() == [12, 16, 20, 24]
     assert made.gone[1, 0].tolist() == [0, 0, 12, 12, 16, 16, 16, 16, 20, 20, 20, 20, 24, 24, 24, 24] + [0] * 8
     assert made.held(16).sum().item() == 6 * 10 and made.survival().allclose(torch.tensor(10 / 24))

@@ -1,6 +1,6 @@
 """Time the panels of the course in JupyterLab and Chromium: how long until a figure shows numbers, and after a slider was released until one changes.
 
-Usage: python tools/panel_times.py [data/results/panels.jsonl]
+Usage: python -m tools.panel_times [data/results/panels.jsonl]
 
 Cells before a panel's have run, as they have for a reader; the kernel is warm and the model's file in the system's cache. One JSON line for each panel: seconds
 `first` (its cell started, until a figure with its line of words is there), `done` (until all are), `moved` (a slider released, until the first changes), and `settled`.
@@ -13,8 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parents[1])]
 
 from kvlab.measure.machine import machine
 from tests.browser.lab import LONG, ROOT, chromium, jupyter, open_page, source
@@ -83,19 +81,18 @@ def timed(page: Any, what: tuple[str, str, str, str]) -> dict[str, float]:
 
 def main(out: str = "data/results/panels.jsonl") -> int:
     names = {name.partition(" ")[0] for name in PANELS}
-    with tempfile.TemporaryDirectory() as home, chromium() as browser:
-        with jupyter(Path(home), {name: source(ROOT / "notebooks" / f"{name}.ipynb") for name in names}) as address:
-            rows = []
-            for name, what in PANELS.items():
-                page = open_page(browser, address.format(name.partition(" ")[0]))
-                panel = what[0].rstrip("(")
-                row = {"panel": panel, "notebook": name.partition(" ")[0], **timed(page, what)}
-                print(row, flush=True)
-                rows.append(
-                    row
-                    | {"machine": machine(), "date": datetime.date.today().isoformat(), "command": "python tools/panel_times.py"}
-                )
-                page.close()
+    books = {name: source(ROOT / "notebooks" / f"{name}.ipynb") for name in names}
+    with tempfile.TemporaryDirectory() as home, chromium() as browser, jupyter(Path(home), books) as address:
+        rows = []
+        for name, what in PANELS.items():
+            page = open_page(browser, address.format(name.partition(" ")[0]))
+            panel = what[0].rstrip("(")
+            row = {"panel": panel, "notebook": name.partition(" ")[0], **timed(page, what)}
+            print(json.dumps(row), flush=True)
+            rows.append(
+                row | {"machine": machine(), "date": datetime.date.today().isoformat(), "command": "python -m tools.panel_times"}
+            )
+            page.close()
     Path(out).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return 0
 

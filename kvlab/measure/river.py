@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -101,19 +102,38 @@ class River:
         return sorted(found, key=lambda one: (one[2], one[0], one[1]))
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What some queries of one layer gave the keys: ``own`` ``[H, q, n]``, mean over the query heads of a KV head; ``columns`` ``[n]`` and ``at`` ``[q]``: which."""
+
+    own: Tensor
+    columns: Tensor
+    at: Tensor
+
+
+class _Watch:
+    """Hands on the full cache's attention, of one layer."""
+
+    def __init__(self, layer: int, then: Callable[[_Seen], None]) -> None:
+        self.layer, self._then = layer, then
+
+    def take(self, layer: Layer, weights: Tensor, q_len: int, first: int, last: int) -> None:
+        own = weights[0].mean(1).float().cpu()
+        start, new = layer.seen - q_len, own.shape[2] - len(layer.store)
+        columns = layer.columns_with(torch.arange(start, start + new))[0, 0].cpu()  # a layer's own window may have dropped some
+        self._then(_Seen(own, columns, start + torch.arange(first, last)))
+
+
 class _Lost:
     """Sums the full cache's attention on tokens that were gone, of one layer."""
 
-    def __init__(self, layer: int, gone: Tensor) -> None:
-        self.layer, self.gone = layer, gone
+    def __init__(self, gone: Tensor) -> None:
+        self.gone = gone
         self.lost, self.reads = torch.zeros(gone.shape), torch.zeros(gone.shape[1])
         self.sinks = torch.zeros(gone.shape[0])
 
-    def take(self, layer: Layer, weights: Tensor, q_len: int, first: int, last: int) -> None:
-        own = weights[0].mean(1).float().cpu()  # [H, q, n]
-        start, new = layer.seen - q_len, own.shape[2] - len(layer.store)
-        columns = layer.columns_with(torch.arange(start, start + new))[0, 0].cpu()  # a layer's own window may have dropped some
-        at = start + torch.arange(first, last)
+    def add(self, seen: _Seen) -> None:
+        own, columns, at = seen.own, seen.columns, seen.at
         gone = self.gone[:, None, columns]
         away = (gone > 0) & (gone <= at[None, :, None])
         self.lost[:, at] += (own * away).sum(2)
@@ -125,13 +145,40 @@ class _Lost:
         return self.lost / self.reads.clamp(min=1), self.sinks / self.reads.sum().clamp(min=1)
 
 
+@dataclass(frozen=True)
+class Attended:
+    """All of the full cache's attention on a text, so that many rivers on it need only one: by layer. It takes ``L H n²`` numbers of 4 bytes."""
+
+    ids: Tensor
+    prefill: int
+    step: int
+    layers: dict[int, list[_Seen]]
+
+
+def attended(lab: Lab, ids: Tensor, *, prefill: int, step: int = 16, progress: Progress | None = None) -> Attended:
+    """Read ``ids`` ``[1, n]`` through the full cache, and keep its attention. Raises ``ValueError`` as :func:`river`."""
+    full = KVCache(lab.model)
+    layers: dict[int, list[_Seen]] = {layer.number: [] for layer in full.layers}
+    for number, seen in layers.items():
+        full.watch(_Watch(number, seen.append))  # type: ignore[arg-type]
+    read(lab, ids, full, prefill, step, progress=progress, stage="reading with the full cache")
+    return Attended(ids, prefill, step, layers)
+
+
 def river(
-    lab: Lab, strategy: Strategy, ids: Tensor, *, prefill: int | None = None, step: int = 16, progress: Progress | None = None
+    lab: Lab,
+    strategy: Strategy,
+    ids: Tensor,
+    *,
+    prefill: int | None = None,
+    step: int = 16,
+    progress: Progress | None = None,
+    full: Attended | None = None,
 ) -> River:
     """Read ``ids`` ``[1, n]`` through ``strategy`` with its history recorded, ``prefill`` tokens (half unless given) and then ``step`` at a time; then
-    through the full cache, to see how much of its attention falls on what was gone.
+    through the full cache, to see how much of its attention falls on what was gone. ``full``: what it attended to, where that is known.
 
-    Raises ``ValueError`` unless the text has 2 tokens or more and ``1 <= prefill < n``.
+    Raises ``ValueError`` unless the text has 2 tokens or more and ``1 <= prefill < n``, or if ``full`` is of another text or other steps.
     """
     if ids.dim() != 2 or ids.shape[0] != 1:
         raise ValueError(f"ids have the shape {tuple(ids.shape)} (allowed: [1, n])")
@@ -139,6 +186,10 @@ def river(
     if n < 2:
         raise ValueError(f"the text has {n} token(s) (allowed: 2 or more)")
     prefill = n // 2 if prefill is None else prefill
+    if full is not None and not (torch.equal(full.ids, ids) and (full.prefill, full.step) == (prefill, step)):
+        raise ValueError(
+            f"full is of {full.ids.shape[1]} tokens, prefill={full.prefill}, step={full.step} (allowed: the same text, {prefill} and {step})"
+        )
     cache = KVCache(lab.model, strategy)
     history = cache.history()
     try:
@@ -154,11 +205,16 @@ def river(
     tables = [
         torch.stack([table(layer, n, heads[0]) for layer in layers]) for table in (history.gone, history.worth, history.floor)
     ]
-    full = KVCache(lab.model)
-    watches = [_Lost(layer, gone) for layer, gone in zip(layers, tables[0], strict=True)]
-    for watch in watches:
-        full.watch(watch)  # type: ignore[arg-type]
-    read(lab, ids, full, prefill, step, progress=progress, stage="reading with the full cache")
+    sums = [_Lost(gone) for gone in tables[0]]
+    if full is None:
+        exact = KVCache(lab.model)
+        for layer, sum_ in zip(layers, sums, strict=True):
+            exact.watch(_Watch(layer, sum_.add))  # type: ignore[arg-type]
+        read(lab, ids, exact, prefill, step, progress=progress, stage="reading with the full cache")
+    else:
+        for layer, sum_ in zip(layers, sums, strict=True):
+            for seen in full.layers[layer]:
+                sum_.add(seen)
     return River(
         strategy=strategy,
         words=tuple(lab.tokenizer.decode([token]) for token in ids[0].tolist()),
@@ -167,6 +223,6 @@ def river(
         gone=tables[0],
         worth=tables[1],
         floor=tables[2],
-        lost=torch.stack([watch.shares()[0] for watch in watches]),
-        sinks=torch.stack([watch.shares()[1] for watch in watches]),
+        lost=torch.stack([sum_.shares()[0] for sum_ in sums]),
+        sinks=torch.stack([sum_.shares()[1] for sum_ in sums]),
     )

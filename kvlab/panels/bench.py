@@ -21,6 +21,7 @@ from kvlab.errors import Cancelled
 from kvlab.lab import Lab, Progress
 from kvlab.measure import inspect
 from kvlab.models import SMOLLM2
+from kvlab.panels import opening
 from kvlab.panels.picture import sheet
 from kvlab.panels.runner import Runner, Ticket, load_model
 from kvlab.panels.theme import CSS
@@ -78,6 +79,7 @@ class Bench(widgets.VBox):
         self._prompt = texts.prompts()["reference"] if prompt is None else prompt
         self.shown: dict[str, Any] = {}
         self._setting = False  # controls are being set by the panel itself
+        self.opened = ""  # the name of the recording that it opens with, where there is one
         self._last_progress = 0.0
         self.runner = Runner(self._ended)
         self.cancel = widgets.Button(description="Cancel", tooltip="end the run at its next step", disabled=True)
@@ -130,10 +132,19 @@ class Bench(widgets.VBox):
                 return
             self.error.value = ""
             self.cancel.disabled = False
+            note = self._open(asked)
             for card in self.cards.values():
-                card.mark("waiting")
+                card.mark("waiting", note)
             self.stage.value = "waiting its turn"
             self.runner.submit(lambda ticket: self._work(ticket, asked))
+
+    def _open(self, asked: Any) -> str:
+        """Before the first run: show what was recorded of just this -> the note that says so, or ""."""
+        if self.opened:
+            return ""
+        model = SMOLLM2 if self._lab is None else self._lab.name
+        self.opened = opening.name(type(self).__name__, asked, model, self._prompt)
+        return opening.show(self.cards.values(), self.opened)
 
     def _work(self, ticket: Ticket, asked: Any) -> None:
         """On the runner's thread."""

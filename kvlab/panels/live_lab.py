@@ -22,6 +22,7 @@ from kvlab.measure.scale import Prediction, scaled
 from kvlab.measure.session import Ran, Request, Row, Scores, Session
 from kvlab.measure.tasks import Needle
 from kvlab.models import SMOLLM2
+from kvlab.panels import opening
 from kvlab.panels.picture import sheet
 from kvlab.panels.runner import Runner, Ticket, load_model
 from kvlab.panels.theme import CSS
@@ -64,6 +65,7 @@ class LiveLab(widgets.VBox):
         self._setting = False  # controls are being set by the panel itself
         self._tokens: dict[str, int] = {}
         self._last_progress = 0.0
+        self.opened = ""  # the name of the recording that it opens with, where there is one
         self._make(lab.name if lab is not None else SMOLLM2)
         super().__init__([widgets.HTML(CSS), self._bar(), self.text, self.error, self._body(), self.code_text])
         self.add_class("kvlab")
@@ -197,8 +199,9 @@ class LiveLab(widgets.VBox):
                 return
             prompt, depth = self.text.value, self.says.depth.value
             self._say_error("")
+            note = self._open(name, strategy, prompt, depth)
             for card in self.cards:
-                card.mark("waiting")
+                card.mark("waiting", note)
             self.cancel.disabled = False
             self.stage.value = "waiting its turn"
             if self.code.value:
@@ -208,6 +211,13 @@ class LiveLab(widgets.VBox):
             self.runner.submit(lambda ticket: self._work(ticket, number, name, strategy, prompt, depth, fresh))
             if session is not None and session.lab.name == name and prompt in self._tokens:
                 self.sketch.submit(lambda ticket: self._sketch(ticket, number, session, strategy, prompt))
+
+    def _open(self, model: str, strategy: Strategy, prompt: str, depth: float) -> str:
+        """Before the first run: show what was recorded of just this -> the note that says so, or ""."""
+        if self.opened:
+            return ""
+        self.opened = opening.name(type(self).__name__, (strategy, depth), model, prompt)
+        return opening.show(self.cards, self.opened)
 
     def _sketch(self, ticket: Ticket, number: int, session: Session, strategy: Strategy, prompt: str) -> None:
         ticket.show(self._predicted, number, strategy, session.predict(strategy, prompt, NEW_TOKENS))

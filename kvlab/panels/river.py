@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvlab.keep.heavy_hitter import HeavyHitter
 from kvlab.lab import Lab, Progress
-from kvlab.measure.river import River, river
+from kvlab.measure.river import Attended, River, attended, river
 from kvlab.panels.bench import Bench, Box, Drawing, slider
 from kvlab.panels.runner import Ticket
 from kvlab.panels.widgets import HUES, QUESTIONS, MethodControls
@@ -21,6 +21,7 @@ from kvlab.strategy import Strategy
 
 START = HeavyHitter(budget=128, recent=32)
 REMEMBERED = 8  # runs, so that going back takes no time
+SHORT = 640  # tokens up to which the full cache's attention is kept: 150 MB for SmolLM2
 DRAWINGS = {
     "flow": Drawing("token river", 660, lambda: plots.flow(None, title="")),
     "lost": Drawing("attention on what is gone", 230, lambda: plots.lost(None, title="")),
@@ -56,6 +57,7 @@ class TokenRiver(Bench):
         self._start = Strategy(keep=START) if strategy is None else strategy
         self._prefill = prefill
         self._ids: Tensor | None = None
+        self._full: Attended | None = None
         self._runs: dict[Strategy, River] = {}  # the newest last
         self.token = slider("token", "the token, counted from 0: who let it go, and why")
         self.controls = MethodControls("keep", self._start.keep, self._changed)
@@ -89,7 +91,9 @@ class TokenRiver(Bench):
         made = self._runs.get(asked)
         if made is None:
             prefill = max(1, self._ids.shape[1] // 4) if self._prefill is None else self._prefill
-            made = river(lab, asked, self._ids, prefill=prefill, progress=progress)
+            if self._full is None and 1 < self._ids.shape[1] <= SHORT:
+                self._full = attended(lab, self._ids, prefill=prefill, progress=progress)
+            made = river(lab, asked, self._ids, prefill=prefill, progress=progress, full=self._full)
         ticket.show(self._show, made)
 
     # always under the runner's lock
