@@ -27,13 +27,13 @@ PANELS = {
     "05_eviction": ("TokenRiver(", "keep", "budget", "ArrowLeft"),
     "06_low_rank_and_merging": ("Spectrum(", "look-at", "layer", "ArrowLeft"),
     "07_offloading": ("Offloading(", "look-at", "tokens", "ArrowLeft"),
-    "08_paged_attention": ("BlockTable(", "requests", "shared beginning", "ArrowLeft"),
+    "08_paged_attention": ("BlockTable(", "", "shared beginning", "ArrowLeft"),
     "08_paged_attention traffic": ("Traffic(", "requests", "shared beginning", "ArrowLeft"),
     "11_choose_a_strategy": ("Advisor(", "load", "context", "ArrowLeft"),
     "11_choose_a_strategy blind": ("BlindTest(", "text", "tokens of text", "ArrowLeft"),
 }
 
-SHOWN = """() => [...document.querySelectorAll('.js-plotly-plot')].some(plot => {
+SHOWN = """n => [...document.querySelectorAll('.jp-CodeCell')[n].querySelectorAll('.js-plotly-plot')].some(plot => {
     const card = plot.closest('.kvlab-card') || plot.closest('.lm-Widget.widget-vbox');
     const words = card && [...card.querySelectorAll('.kvlab-summary, .widget-html-content')].some(line => line.innerText.length > 20);
     return words && plot.querySelector('.trace, .hm, .bars, .scatterlayer .points, .heatmaplayer image'); })"""
@@ -64,7 +64,7 @@ def timed(page: Any, what: tuple[str, str, str, str]) -> dict[str, float]:
         )
     else:
         raise SystemExit(f"no cell with {piece}")
-    row = {"first": seconds(page, SHOWN, start), "done": seconds(page, DONE, start)}
+    row = {"first": seconds(page, SHOWN, start, number), "done": seconds(page, DONE, start)}
     if label:
         page.wait_for_timeout(3000)
         inside = f".kvlab-{box} " if box else ""

@@ -22,6 +22,7 @@ from kvlab.lab import Lab, Progress
 from kvlab.measure import inspect
 from kvlab.models import SMOLLM2
 from kvlab.panels import opening
+from kvlab.panels.drawing import library
 from kvlab.panels.picture import sheet
 from kvlab.panels.runner import Runner, Ticket, load_model
 from kvlab.panels.theme import CSS
@@ -93,7 +94,7 @@ class Bench(widgets.VBox):
         side = widgets.VBox([widgets.VBox([_box(box) for box in boxes]).add_class("kvlab-boxes")]).add_class("kvlab-side")
         placed = [widgets.VBox([self.cards[name] for name in names]).add_class("kvlab-column") for names in columns]
         body = widgets.HBox([side, widgets.VBox(placed).add_class("kvlab-figures")]).add_class("kvlab-main")
-        super().__init__([widgets.HTML(CSS), bar, self.error, body])
+        super().__init__([widgets.HTML(CSS), bar, self.error, body, library()])
         self.add_class("kvlab")
         self.cancel.on_click(lambda _: self.runner.cancel())
 
@@ -136,7 +137,7 @@ class Bench(widgets.VBox):
             for card in self.cards.values():
                 card.mark("waiting", note)
             self.stage.value = "waiting its turn"
-            self.runner.submit(lambda ticket: self._work(ticket, asked))
+            self.runner.submit(lambda ticket: self._work(ticket, asked), opening.PAUSE if note else None)
 
     def _open(self, asked: Any) -> str:
         """Before the first run: show what was recorded of just this -> the note that says so, or ""."""

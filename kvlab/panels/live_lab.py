@@ -23,6 +23,7 @@ from kvlab.measure.session import Ran, Request, Row, Scores, Session
 from kvlab.measure.tasks import Needle
 from kvlab.models import SMOLLM2
 from kvlab.panels import opening
+from kvlab.panels.drawing import library
 from kvlab.panels.picture import sheet
 from kvlab.panels.runner import Runner, Ticket, load_model
 from kvlab.panels.theme import CSS
@@ -67,7 +68,7 @@ class LiveLab(widgets.VBox):
         self._last_progress = 0.0
         self.opened = ""  # the name of the recording that it opens with, where there is one
         self._make(lab.name if lab is not None else SMOLLM2)
-        super().__init__([widgets.HTML(CSS), self._bar(), self.text, self.error, self._body(), self.code_text])
+        super().__init__([widgets.HTML(CSS), self._bar(), self.text, self.error, self._body(), self.code_text, library()])
         self.add_class("kvlab")
         self._listen()
         if self._session is not None:
@@ -208,7 +209,8 @@ class LiveLab(widgets.VBox):
                 self._show_code()
             self._asked += 1
             number, session = self._asked, self._session
-            self.runner.submit(lambda ticket: self._work(ticket, number, name, strategy, prompt, depth, fresh))
+            pause = opening.PAUSE if note else None
+            self.runner.submit(lambda ticket: self._work(ticket, number, name, strategy, prompt, depth, fresh), pause)
             if session is not None and session.lab.name == name and prompt in self._tokens:
                 self.sketch.submit(lambda ticket: self._sketch(ticket, number, session, strategy, prompt))
 

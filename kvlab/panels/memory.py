@@ -11,6 +11,7 @@ import ipywidgets as widgets
 import plotly.graph_objects as go
 
 from kvlab import geometry, hardware
+from kvlab.panels.drawing import Figure, library
 from kvlab.plots import memory, style
 
 GROUP = 32  # numbers that share a scale; it divides every head dim of the table
@@ -19,7 +20,7 @@ CONTEXTS = [2**power for power in range(9, 21)]
 
 def widget(fig: go.Figure) -> go.FigureWidget:
     """The figure as a widget that takes the width it is given and follows the window."""
-    live = go.FigureWidget(fig)
+    live = Figure(fig)
     live.layout.autosize = True
     live._config = {"responsive": True, "displaylogo": False}  # no public way to give a FigureWidget its configuration
     return live
@@ -43,7 +44,7 @@ def captioned(fig: go.Figure, summary: str) -> Pictured:
     """A figure with its one line of text under it, for the end of a cell."""
     box = Pictured()
     box.figure, box.summary = widget(fig), widgets.HTML(html.escape(summary))
-    box.children = (box.figure, box.summary)
+    box.children = (box.figure, box.summary, library())
     return box
 
 
@@ -78,7 +79,7 @@ class MemoryCalculator(Pictured):
             [self.model, *self._choices],
             layout=widgets.Layout(grid_template_columns="repeat(auto-fit, minmax(300px, 1fr))", grid_gap="2px 16px"),
         )
-        super().__init__([controls, self.error, self.figure, self.summary])
+        super().__init__([controls, self.error, self.figure, self.summary, library()])
         self._new_model()
         self.model.observe(self._new_model, "value")
         for control in self._choices:

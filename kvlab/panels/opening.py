@@ -19,6 +19,7 @@ from kvlab.measure.machine import machine
 from kvlab.panels.views import Card
 
 FOLDER = "openings"  # in the data folder
+PAUSE = 1.5  # seconds that a browser is given to draw a recording, before measuring takes the processor
 
 
 def name(panel: str, asked: object, model: str, prompt: object) -> str:

@@ -79,13 +79,13 @@ class Runner:
     def busy(self) -> bool:
         return not self._idle.is_set()
 
-    def submit(self, task: Task) -> Ticket:
-        """Do `task(ticket)` soon, instead of whatever is waiting or running."""
+    def submit(self, task: Task, after: float | None = None) -> Ticket:
+        """Do `task(ticket)` soon (``after`` seconds; None: as soon as it has settled), instead of whatever is waiting or running."""
         with self.lock:
             if self._ticket is not None:
                 self._ticket.ended.set()
             ticket = self._ticket = Ticket(self.lock)
-            self._waiting = (task, ticket, time.monotonic() + self._settle)
+            self._waiting = (task, ticket, time.monotonic() + (self._settle if after is None else after))
             if self._idle.is_set():
                 self._idle.clear()
                 threading.Thread(target=self._work, name="kvlab panel", daemon=True).start()

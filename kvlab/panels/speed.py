@@ -18,6 +18,7 @@ from kvlab.errors import Cancelled
 from kvlab.lab import Lab
 from kvlab.measure import speed
 from kvlab.measure.speed import Speed
+from kvlab.panels.drawing import library
 from kvlab.panels.memory import Pictured, _labelled, captioned, widget
 from kvlab.panels.runner import Runner, Ticket
 from kvlab.plots import speed as plots
@@ -56,7 +57,7 @@ class CacheOrNot(Pictured):
             layout=widgets.Layout(grid_template_columns="repeat(auto-fit, minmax(300px, 1fr))", grid_gap="2px 16px"),
         )
         bar = widgets.HBox([self.run, self.cancel, self.progress, self.stage], layout=widgets.Layout(flex_flow="row wrap"))
-        super().__init__([choices, bar, self.error, self.figure, self.summary])
+        super().__init__([choices, bar, self.error, self.figure, self.summary, library()])
         self.run.on_click(lambda _: self._run())
         self.cancel.on_click(lambda _: self.runner.cancel())
         for choice in (self.context, self.new_tokens):

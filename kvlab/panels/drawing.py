@@ -1,0 +1,76 @@
+"""Figures that share one plotly.
+
+A plotly `FigureWidget` brings the whole library along, 5 MB for each figure: a panel with a dozen of them would send and parse 60 MB before anything is seen. Here the
+library travels once, in a widget of its own (`library()`), which every panel holds among its children; figures wait for it.
+"""
+
+import anywidget
+import plotly.graph_objects as go
+import traitlets
+
+_LIBRARY = """
+const shared = (globalThis.kvlabPlotly ??= {});
+shared.ready ??= new Promise((resolve) => { shared.arrived = resolve; });
+export default {
+  initialize({ model }) {
+    if (shared.asked) return;
+    shared.asked = true;
+    const url = URL.createObjectURL(new Blob([model.get("source")], { type: "text/javascript" }));
+    import(url).then(shared.arrived);
+  },
+};
+"""
+
+# The front end gives a widget two seconds to come to life, so it does not wait for the library there; updates that arrive meanwhile are made up for.
+_FIGURE = """
+const shared = (globalThis.kvlabPlotly ??= {});
+shared.ready ??= new Promise((resolve) => { shared.arrived = resolve; });
+const updates = ["addTraces", "animate", "deleteTraces", "moveTraces", "relayout", "removeLayoutProps", "removeTraceProps", "restyle", "update"];
+export default () => {
+  let plotly;
+  return {
+    initialize({ model }) {
+      const missed = [];
+      const hearing = updates.map((kind) => {
+        const name = `_py2js_${kind}`;
+        const hear = () => { if (model.get(name)) missed.push([name, model.get(name)]); };
+        model.on(`change:${name}`, hear);
+        return () => model.off(`change:${name}`, hear);
+      });
+      plotly = shared.ready.then(async (library) => {
+        const own = await library.default();
+        hearing.forEach((stop) => stop());
+        await own.initialize({ model });
+        for (const [name, value] of missed) { model.set(name, value); model.set(name, null); }
+        return own;
+      });
+    },
+    async render(context) { return (await plotly).render(context); },
+  };
+};
+"""
+
+
+class Library(anywidget.AnyWidget):
+    """Plotly's JavaScript, for all figures of a page. Shows nothing."""
+
+    _esm = _LIBRARY
+    source = traitlets.Unicode().tag(sync=True)
+
+
+class Figure(go.FigureWidget):
+    """A `FigureWidget` that draws with the page's one plotly."""
+
+    _esm = _FIGURE
+
+
+_one: Library | None = None
+
+
+def library() -> Library:
+    """The one of this kernel."""
+    global _one
+    if _one is None or _one.comm is None:
+        own = go.FigureWidget._esm
+        _one = Library(source=str(own), layout={"display": "none"})
+    return _one
