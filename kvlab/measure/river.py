@@ -161,7 +161,7 @@ def attended(lab: Lab, ids: Tensor, *, prefill: int, step: int = 16, progress: P
     layers: dict[int, list[_Seen]] = {layer.number: [] for layer in full.layers}
     for number, seen in layers.items():
         full.watch(_Watch(number, seen.append))  # type: ignore[arg-type]
-    read(lab, ids, full, prefill, step, progress=progress, stage="reading with the full cache")
+    read(lab, ids, full, prefill, step, progress=progress, stage="reading with the full cache", last=True)
     return Attended(ids, prefill, step, layers)
 
 
@@ -193,7 +193,9 @@ def river(
     cache = KVCache(lab.model, strategy)
     history = cache.history()
     try:
-        read(lab, ids, cache, prefill, step, chunk=strategy.chunk, progress=progress, stage="reading with the strategy")
+        read(
+            lab, ids, cache, prefill, step, chunk=strategy.chunk, progress=progress, stage="reading with the strategy", last=True
+        )
     finally:
         cache.close()
     heads = [layer.shape.kv_heads for layer in cache.layers if layer.is_initialized]
@@ -210,7 +212,7 @@ def river(
         exact = KVCache(lab.model)
         for layer, sum_ in zip(layers, sums, strict=True):
             exact.watch(_Watch(layer, sum_.add))  # type: ignore[arg-type]
-        read(lab, ids, exact, prefill, step, progress=progress, stage="reading with the full cache")
+        read(lab, ids, exact, prefill, step, progress=progress, stage="reading with the full cache", last=True)
     else:
         for layer, sum_ in zip(layers, sums, strict=True):
             for seen in full.layers[layer]:

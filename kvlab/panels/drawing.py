@@ -4,6 +4,8 @@ A plotly `FigureWidget` brings the whole library along, 5 MB for each figure: a 
 library travels once, in a widget of its own (`library()`), which every panel holds among its children; figures wait for it.
 """
 
+import sys
+
 import anywidget
 import plotly.graph_objects as go
 import traitlets
@@ -74,3 +76,7 @@ def library() -> Library:
         own = go.FigureWidget._esm
         _one = Library(source=str(own), layout={"display": "none"})
     return _one
+
+
+if "ipykernel" in sys.modules and getattr(sys.modules["IPython"].get_ipython(), "kernel", None) is not None:
+    library()  # it travels while the notebook's next lines still load a model
