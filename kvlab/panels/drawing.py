@@ -1,4 +1,4 @@
-"""Figures that share one plotly.
+"""Figures that share one plotly, and sliders that have names.
 
 A plotly `FigureWidget` brings the whole library along, 5 MB for each figure: a panel with a dozen of them would send and parse 60 MB before anything is seen. Here the
 library travels once, in a widget of its own (`library()`), which every panel holds among its children; figures wait for it.
@@ -19,6 +19,15 @@ export default {
     shared.asked = true;
     const url = URL.createObjectURL(new Blob([model.get("source")], { type: "text/javascript" }));
     import(url).then(shared.arrived);
+    let soon; // ipywidgets gives the handle of a slider no name; who cannot see the label beside it hears only a number
+    const name = () => {
+      soon = undefined;
+      for (const handle of document.querySelectorAll(".widget-inline-hbox .noUi-handle:not([aria-label])")) {
+        const label = handle.closest(".widget-inline-hbox").querySelector(".widget-label");
+        if (label?.textContent) handle.setAttribute("aria-label", label.textContent);
+      }
+    };
+    new MutationObserver(() => { soon ??= setTimeout(name, 300); }).observe(document.body, { childList: true, subtree: true });
   },
 };
 """
@@ -54,7 +63,7 @@ export default () => {
 
 
 class Library(anywidget.AnyWidget):
-    """Plotly's JavaScript, for all figures of a page. Shows nothing."""
+    """Plotly's JavaScript, for all figures of a page, and names for its sliders. Shows nothing."""
 
     _esm = _LIBRARY
     source = traitlets.Unicode().tag(sync=True)

@@ -87,7 +87,8 @@ class Predict(widgets.VBox):
         if self.choice is not None and not self._radio.disabled:
             self._write(answer)
         self._radio.disabled = True
-        self._told.value = html.escape(self.line, quote=False)
+        again = "" if self.choice is not None else " (Run this cell again to predict.)"
+        self._told.value = html.escape(self.line + again, quote=False)
         print(self.line)
 
     def _nearest(self, what: Any) -> float | str:

@@ -43,13 +43,17 @@ def test_a_prediction_then_restarted_and_run_again(open_notebook: Opened) -> Non
     menu(page, "Run", "Run All Cells")
     ran(page)
     first = page.locator(".kvlab-predict").first
+    assert first.get_by_role("radio").first.is_disabled()  # what was seen can no longer be foreseen
+    page.locator(".jp-CodeCell:has-text('guess1 = Predict(') .cm-content").first.click()
+    page.keyboard.press("Shift+Enter")
+    page.wait_for_function("() => !document.querySelector('.kvlab-predict input').disabled")
     first.get_by_role("radio").nth(1).focus()
     page.keyboard.press("Space")
     heard = page.locator(".jp-CodeCell:has-text('guess1.seen(') .cm-content").first
     heard.click()
     page.keyboard.press("Shift+Enter")
     page.wait_for_selector("text=Predicted 40 GiB: right.")
-    assert first.get_by_role("radio").nth(1).is_disabled()  # what was seen can no longer be foreseen
+    assert first.get_by_role("radio").nth(1).is_disabled()
     page.locator(".noUi-handle").first.focus()
     before = page.locator(".jp-OutputArea-output:has(.noUi-handle)").first.inner_text()
     page.keyboard.press("ArrowLeft")
@@ -58,7 +62,7 @@ def test_a_prediction_then_restarted_and_run_again(open_notebook: Opened) -> Non
     )
     whole(page)
     menu(page, "Kernel", "Restart Kernel and Run All Cells…")
-    page.get_by_role("button", name="Restart").click()
+    page.locator(".jp-Dialog .jp-mod-accept").click()
     page.wait_for_selector("text=Predicted 40 GiB: right.", state="detached")
     ran(page)
     page.wait_for_selector("text=/Nothing predicted. Llama-3.1-70B, 131,072 tokens: about 40 GiB/")
