@@ -78,7 +78,7 @@ ifeq ($(CHROMIUM),)
 endif
 	$(TESTING) $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --nbval-lax --nbval-current-env --nbval-cell-timeout=300 \
 	  --ignore=notebooks/solutions --ignore=notebooks/00_live_lab.ipynb $(if $(CHROMIUM),tests/browser/test_panels.py) notebooks/05_eviction.ipynb \
-	  $(if $(CHROMIUM),tests/browser/test_live_lab.py) notebooks
+	  $(if $(CHROMIUM),tests/browser/test_live_lab.py tests/browser/test_course.py) notebooks
 
 ## make notebooks  run every notebook and save it with pictures and without widget state
 notebooks: $(VENV)/.test
@@ -96,7 +96,7 @@ gpu: $(VENV)/.test
 nightly: $(VENV)/.test $(VENV)/transformers-$(OLDEST)
 	KVLAB_ALL=1 $(PY) -m pytest -q -n 2 -m 'many or nightly' tests --ignore=tests/browser --ignore=tests/kernels
 	$(PY) -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks/00_live_lab.ipynb notebooks/solutions
-	KVLAB_ALL=1 $(PY) -m pytest -q tests/browser/test_panels.py
+	KVLAB_ALL=1 $(PY) -m pytest -q tests/browser
 	PYTHONPATH=$(VENV)/transformers-$(OLDEST) $(PY) -m pytest -q tests/test_families.py tests/test_generate.py
 	KVLAB_CASES=10000 $(PY) -m pytest -q tests/test_parity.py
 	TRITON_INTERPRET=1 KVLAB_ALL=1 KVLAB_COMPILE=all KVLAB_SHAPES=40 $(PY) -m pytest -q -n 2 tests/kernels
