@@ -30,7 +30,7 @@ PANELS = {
     "08_paged_attention": ("BlockTable(", "", "shared beginning", "ArrowLeft"),
     "08_paged_attention traffic": ("Traffic(", "requests", "shared beginning", "ArrowLeft"),
     "11_choose_a_strategy": ("Advisor(", "load", "context", "ArrowLeft"),
-    }
+}
 
 SHOWN = """n => [...document.querySelectorAll('.jp-CodeCell')[n].querySelectorAll('.js-plotly-plot')].some(plot => {
     const card = plot.closest('.kvlab-card') || plot.closest('.lm-Widget.widget-vbox');

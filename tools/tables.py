@@ -138,7 +138,19 @@ def served() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"evidence": evidence, "claims": claimed, "compare": compared, "serving": served}
+def panels() -> str:
+    rows = [json.loads(line) for line in (ROOT / "data/results/panels.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = [
+        "| panel | notebook | first figure | all measured here | slider released, first figure changes | all measured again |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        times = [f"{row[name]:.1f} s" if name in row else "" for name in ("first", "done", "moved", "settled")]
+        lines.append(f"| `{row['panel']}` | {row['notebook'][:2]} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
+TABLES = {"panels": panels, "evidence": evidence, "claims": claimed, "compare": compared, "serving": served}
 
 
 def written(readme: str) -> str:
