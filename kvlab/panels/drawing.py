@@ -56,7 +56,11 @@ export default () => {
         return own;
       });
     },
-    async render(context) { return (await plotly).render(context); },
+    async render(context) {
+      const end = (await plotly).render(context);
+      setTimeout(() => dispatchEvent(new Event("resize")), 200); // drawn before it had its place, a figure has a width of its own
+      return end;
+    },
   };
 };
 """

@@ -40,7 +40,7 @@ def show(cards: Iterable[Card], file: str) -> str:
     try:
         made = json.loads(_data.path(f"{FOLDER}/{file}").read_text(encoding="utf-8"))
         pairs = [(part, value) for card in cards for part, value in zip(_parts(card), made["cards"][card.title], strict=True)]
-        note = f"recorded {made['date']} on {made['machine']['processor']}, {made['machine']['cores']} cores; measuring …"
+        note = f"recorded {made['date']}, {made['machine']['processor']}, {made['machine']['cores']} cores"
         for part, value in pairs:
             _set(part, value)
     except (FileNotFoundError, KeyError, TypeError, ValueError):  # a recording is a convenience: without it the panel opens empty
