@@ -38,6 +38,7 @@ def panels_done(page: Any) -> None:
     )
 
 
+@nightly
 def test_a_prediction_then_restarted_and_run_again(open_notebook: Opened) -> None:
     page = open_notebook("course-02")
     menu(page, "Run", "Run All Cells")
