@@ -4,7 +4,9 @@ A plotly `FigureWidget` brings the whole library along, 5 MB for each figure: a 
 library travels once, in a widget of its own (`library()`), which every panel holds among its children; figures wait for it.
 """
 
+import copy
 import sys
+from typing import Any
 
 import anywidget
 import plotly.graph_objects as go
@@ -74,9 +76,15 @@ class Library(anywidget.AnyWidget):
 
 
 class Figure(go.FigureWidget):
-    """A `FigureWidget` that draws with the page's one plotly."""
+    """A `FigureWidget` that draws with the page's one plotly, and tells a page that is opened (again) what it shows now; plotly's own tells what it was made with."""
 
     _esm = _FIGURE
+
+    def get_state(self, key: Any = None, drop_defaults: bool = False) -> dict[str, Any]:
+        if key is None and hasattr(self, "_layout_obj"):
+            self._trait_values["_widget_data"] = copy.deepcopy(self._data)
+            self._trait_values["_widget_layout"] = copy.deepcopy(self._layout_obj._props)
+        return super().get_state(key, drop_defaults)  # type: ignore[no-any-return]
 
 
 _one: Library | None = None

@@ -108,25 +108,24 @@ def test_two_at_once(open_notebook: Opened) -> None:
 
 
 @nightly
-@pytest.mark.parametrize(("name", "said"), [("memory", "Llama-3.1-8B"), ("live-lab", "agree; perplexity")])
+@pytest.mark.parametrize(("name", "said"), [("memory", "the limit is"), ("live-lab", "agree; perplexity")])
 def test_a_panel_as_a_page_without_code(browser: Any, tmp_path: Path, name: str, said: str) -> None:
     pytest.importorskip("voila")
     port = free_port()
-    line = [sys.executable, "-m", "kvlab.cli", "app", name, "--no-browser", f"--port={port}"]
+    line = [str(Path(sys.executable).parent / "kvlab"), "app", name, "--no-browser", f"--port={port}"]
     key = f"key{port}"
-    with served(
-        line, f"http://127.0.0.1:{port}/static/favicon.ico?token={key}", tmp_path / "log", os.environ | {"JUPYTER_TOKEN": key}
-    ):
+    with served(line, f"http://127.0.0.1:{port}/", tmp_path / "log", os.environ | {"JUPYTER_TOKEN": key}):
         page = page_of(browser)
         page.goto(f"http://127.0.0.1:{port}/")
         assert page.locator("input[type=password]").count()  # not without its token
         page.goto(f"http://127.0.0.1:{port}/?token={key}")
         page.wait_for_selector(f"text=/{re.escape(said)}/", timeout=LONG)
-        page.wait_for_selector(".js-plotly-plot .main-svg")
+        page.wait_for_selector(".js-plotly-plot .trace", state="attached")  # what was drawn before the page was there, too
         assert page.locator(".cm-content, .jp-InputArea").count() == 0
         page.locator(".noUi-handle").first.focus()
         page.keyboard.press("ArrowLeft")
         page.wait_for_timeout(2000)
-        assert page.faults == []
+        # Voilà's own page asks for letters from afar, and does without them
+        assert [fault for fault in page.faults if "Failed to load resource" not in fault] == []
         page.screenshot(path=SHOTS / f"app-{name}.png")
         page.close()
