@@ -229,9 +229,8 @@ def _state(config: Any, kind: str) -> int:
     )
 
 
-_counted: dict[
-    str, tuple[int, int]
-] = {}  # by config: building a model takes a tenth of a second, and its sizes are asked for often
+# By config: building a model takes a tenth of a second, and its sizes are asked for often.
+_counted: dict[str, tuple[int, int]] = {}
 
 
 def count_parameters(config: Any) -> tuple[int, int]:

@@ -80,7 +80,7 @@ class Bench(widgets.VBox):
         self._prompt = texts.prompts()["reference"] if prompt is None else prompt
         self.shown: dict[str, Any] = {}
         self._setting = False  # controls are being set by the panel itself
-        self.opened = ""  # the name of the recording that it opens with, where there is one
+        self.opened = ""  # what a recording of how it opens is called, whether there is one or not
         self._last_progress = 0.0
         self.runner = Runner(self._ended)
         self.cancel = widgets.Button(description="Cancel", tooltip="end the run at its next step", disabled=True)

@@ -66,7 +66,7 @@ class LiveLab(widgets.VBox):
         self._setting = False  # controls are being set by the panel itself
         self._tokens: dict[str, int] = {}
         self._last_progress = 0.0
-        self.opened = ""  # the name of the recording that it opens with, where there is one
+        self.opened = ""  # what a recording of how it opens is called, whether there is one or not
         self._make(lab.name if lab is not None else SMOLLM2)
         super().__init__([widgets.HTML(CSS), self._bar(), self.text, self.error, self._body(), self.code_text, library()])
         self.add_class("kvlab")

@@ -39,7 +39,11 @@ def show(cards: Iterable[Card], file: str) -> str:
     """Let the cards show what was recorded under this name -> the note that says so, or "" where nothing was, or not these cards."""
     try:
         made = json.loads(_data.path(f"{FOLDER}/{file}").read_text(encoding="utf-8"))
-        pairs = [(part, value) for card in cards for part, value in zip(_parts(card), made["cards"][card.title], strict=True)]
+        pairs = [
+            (part, value if isinstance(part, widgets.HTML) else go.Figure(value))  # all of it is read before anything is shown
+            for card in cards
+            for part, value in zip(_parts(card), made["cards"][card.title], strict=True)
+        ]
         note = f"recorded {made['date']}, {made['machine']['processor']}, {made['machine']['cores']} cores"
         for part, value in pairs:
             _set(part, value)
@@ -71,8 +75,7 @@ def _set(part: Any, value: Any) -> None:
     if isinstance(part, widgets.HTML):
         part.value = str(value)
         return
-    made = go.Figure(value)  # it refuses what is no figure
     with part.batch_update():
         part.data = ()
-        part.add_traces(made.data)
-        part.update_layout(value["layout"], overwrite=False)
+        part.add_traces(value.data)
+        part.update_layout(value.layout.to_plotly_json() | {"template": part.layout.template}, overwrite=False)
