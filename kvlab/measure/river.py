@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from kvlab.measure.quality import read
 from kvlab.strategy import Strategy
 
 SINKS = 4
+STAGE = "reading with the strategy"
+PAUSE = 1.0  # seconds between two parts of a river that is being read
 
 
 @dataclass(frozen=True)
@@ -174,9 +177,12 @@ def river(
     step: int = 16,
     progress: Progress | None = None,
     full: Attended | None = None,
+    part: Callable[[River], None] | None = None,
 ) -> River:
     """Read ``ids`` ``[1, n]`` through ``strategy`` with its history recorded, ``prefill`` tokens (half unless given) and then ``step`` at a time; then
-    through the full cache, to see how much of its attention falls on what was gone. ``full``: what it attended to, where that is known.
+    through the full cache, to see how much of its attention falls on what was gone.
+
+    ``full``: what the full cache attended to, where that is known; then ``part`` is given the river of what has been read so far, about once a second.
 
     Raises ``ValueError`` unless the text has 2 tokens or more and ``1 <= prefill < n``, or if ``full`` is of another text or other steps.
     """
@@ -190,41 +196,54 @@ def river(
         raise ValueError(
             f"full is of {full.ids.shape[1]} tokens, prefill={full.prefill}, step={full.step} (allowed: the same text, {prefill} and {step})"
         )
+    words = tuple(lab.tokenizer.decode([token]) for token in ids[0].tolist())
     cache = KVCache(lab.model, strategy)
     history = cache.history()
-    try:
-        read(
-            lab, ids, cache, prefill, step, chunk=strategy.chunk, progress=progress, stage="reading with the strategy", last=True
+    shown = time.monotonic()
+
+    def made(tokens: int, seen: Callable[[dict[int, _Lost]], None]) -> River:
+        """Of the first ``tokens``; ``seen`` adds what the full cache attended to, for each layer."""
+        there = [layer for layer in cache.layers if layer.is_initialized]
+        heads = {layer.shape.kv_heads for layer in there}
+        if len(heads) != 1:
+            raise ValueError(
+                f"the layers of {lab.name} have different numbers of KV heads ({sorted(heads)}); this view needs one number"
+            )
+        (count,) = heads
+        gone, worth, floor = (
+            torch.stack([table(layer.number, tokens, count) for layer in there])
+            for table in (history.gone, history.worth, history.floor)
         )
-    finally:
-        cache.close()
-    heads = [layer.shape.kv_heads for layer in cache.layers if layer.is_initialized]
-    if len(set(heads)) != 1:
-        raise ValueError(
-            f"the layers of {lab.name} have different numbers of KV heads ({sorted(set(heads))}); this view needs one number"
-        )
-    layers = [layer.number for layer in cache.layers if layer.is_initialized]
-    tables = [
-        torch.stack([table(layer, n, heads[0]) for layer in layers]) for table in (history.gone, history.worth, history.floor)
-    ]
-    sums = [_Lost(gone) for gone in tables[0]]
-    if full is None:
+        sums = {layer.number: _Lost(own) for layer, own in zip(there, gone, strict=True)}
+        seen(sums)
+        shares = [sum_.shares() for sum_ in sums.values()]
+        lost, sinks = (torch.stack(side) for side in zip(*shares, strict=True))
+        return River(strategy, words[:tokens], prefill, step, gone, worth, floor, lost, sinks)
+
+    def known(sums: dict[int, _Lost]) -> None:
+        assert full is not None
+        for layer, sum_ in sums.items():
+            for seen in full.layers[layer]:
+                if seen.at[-1] < sum_.gone.shape[1]:
+                    sum_.add(seen)
+
+    def measured(sums: dict[int, _Lost]) -> None:
         exact = KVCache(lab.model)
-        for layer, sum_ in zip(layers, sums, strict=True):
+        for layer, sum_ in sums.items():
             exact.watch(_Watch(layer, sum_.add))  # type: ignore[arg-type]
         read(lab, ids, exact, prefill, step, progress=progress, stage="reading with the full cache", last=True)
-    else:
-        for layer, sum_ in zip(layers, sums, strict=True):
-            for seen in full.layers[layer]:
-                sum_.add(seen)
-    return River(
-        strategy=strategy,
-        words=tuple(lab.tokenizer.decode([token]) for token in ids[0].tolist()),
-        prefill=prefill,
-        step=step,
-        gone=tables[0],
-        worth=tables[1],
-        floor=tables[2],
-        lost=torch.stack([sum_.shares()[0] for sum_ in sums]),
-        sinks=torch.stack([sum_.shares()[1] for sum_ in sums]),
-    )
+
+    def told(stage: str, done: int, total: int) -> None:
+        nonlocal shown
+        if progress is not None:
+            progress(stage, done, total)
+        known_so_far = full is not None and stage == STAGE and done > prefill
+        if part is not None and known_so_far and time.monotonic() - shown > PAUSE:
+            part(made(done, known))
+            shown = time.monotonic()
+
+    try:
+        read(lab, ids, cache, prefill, step, chunk=strategy.chunk, progress=told, stage=STAGE, last=True)
+        return made(n, measured if full is None else known)
+    finally:
+        cache.close()

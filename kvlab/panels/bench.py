@@ -133,19 +133,12 @@ class Bench(widgets.VBox):
                 return
             self.error.value = ""
             self.cancel.disabled = False
-            note = self._open(asked)
             for card in self.cards.values():
-                card.mark("waiting", note)
+                card.mark("waiting")
             self.stage.value = "waiting its turn"
-            self.runner.submit(lambda ticket: self._work(ticket, asked), opening.PAUSE if note else None)
-
-    def _open(self, asked: Any) -> str:
-        """Before the first run: show what was recorded of just this -> the note that says so, or ""."""
-        if self.opened:
-            return ""
-        model = SMOLLM2 if self._lab is None else self._lab.name
-        self.opened = opening.name(type(self).__name__, asked, model, self._prompt)
-        return opening.show(self.cards.values(), self.opened)
+            model = SMOLLM2 if self._lab is None else self._lab.name
+            pause = opening.show(self, self.cards.values(), asked, model, self._prompt)
+            self.runner.submit(lambda ticket: self._work(ticket, asked), pause)
 
     def _work(self, ticket: Ticket, asked: Any) -> None:
         """On the runner's thread."""

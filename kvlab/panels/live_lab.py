@@ -200,26 +200,18 @@ class LiveLab(widgets.VBox):
                 return
             prompt, depth = self.text.value, self.says.depth.value
             self._say_error("")
-            note = self._open(name, strategy, prompt, depth)
             for card in self.cards:
-                card.mark("waiting", note)
+                card.mark("waiting")
+            pause = opening.show(self, self.cards, (strategy, depth), name, prompt)
             self.cancel.disabled = False
             self.stage.value = "waiting its turn"
             if self.code.value:
                 self._show_code()
             self._asked += 1
             number, session = self._asked, self._session
-            pause = opening.PAUSE if note else None
             self.runner.submit(lambda ticket: self._work(ticket, number, name, strategy, prompt, depth, fresh), pause)
             if session is not None and session.lab.name == name and prompt in self._tokens:
                 self.sketch.submit(lambda ticket: self._sketch(ticket, number, session, strategy, prompt))
-
-    def _open(self, model: str, strategy: Strategy, prompt: str, depth: float) -> str:
-        """Before the first run: show what was recorded of just this -> the note that says so, or ""."""
-        if self.opened:
-            return ""
-        self.opened = opening.name(type(self).__name__, (strategy, depth), model, prompt)
-        return opening.show(self.cards, self.opened)
 
     def _sketch(self, ticket: Ticket, number: int, session: Session, strategy: Strategy, prompt: str) -> None:
         ticket.show(self._predicted, number, strategy, session.predict(strategy, prompt, NEW_TOKENS))
@@ -304,6 +296,7 @@ class LiveLab(widgets.VBox):
         self._sketched = number
         self.shown["prediction"] = made
         self.memory.show(made, None, self.pinned.get("prediction"))
+        self.memory.recorded = ""
         self.memory.mark("waiting", "predicted; measuring …")
         self._draw_scale(strategy)
 

@@ -35,21 +35,30 @@ def take(cards: Iterable[Card], command: str) -> dict[str, Any]:
     return {"machine": machine(), "date": datetime.date.today().isoformat(), "command": command, "cards": shown}
 
 
-def show(cards: Iterable[Card], file: str) -> str:
-    """Let the cards show what was recorded under this name -> the note that says so, or "" where nothing was, or not these cards."""
+def show(panel: Any, cards: Iterable[Card], asked: object, model: str, prompt: object) -> float | None:
+    """Before a panel's first run: let its cards show what was recorded of just this -> the seconds that measuring then waits.
+
+    None where there is no such recording, or not of these cards, or it is not the panel's first run. `panel.opened` is what the recording is called.
+    """
+    if panel.opened:
+        return None
+    panel.opened = name(type(panel).__name__, asked, model, prompt)
     try:
-        made = json.loads(_data.path(f"{FOLDER}/{file}").read_text(encoding="utf-8"))
-        pairs = [
-            (part, value if isinstance(part, widgets.HTML) else go.Figure(value))  # all of it is read before anything is shown
+        made = json.loads(_data.path(f"{FOLDER}/{panel.opened}").read_text(encoding="utf-8"))
+        shown = [
+            (card, [(part, value if isinstance(part, widgets.HTML) else go.Figure(value)) for part, value in pairs])
             for card in cards
-            for part, value in zip(_parts(card), made["cards"][card.title], strict=True)
-        ]
+            for pairs in [zip(_parts(card), made["cards"][card.title], strict=True)]
+        ]  # all of it is read before anything is shown
         note = f"recorded {made['date']}, {made['machine']['processor']}, {made['machine']['cores']} cores"
+    except (FileNotFoundError, KeyError, TypeError, ValueError):  # a recording is a convenience: without it the panel opens empty
+        return None
+    for card, pairs in shown:
         for part, value in pairs:
             _set(part, value)
-    except (FileNotFoundError, KeyError, TypeError, ValueError):  # a recording is a convenience: without it the panel opens empty
-        return ""
-    return note
+        card.mark("waiting", note)
+        card.recorded = note
+    return PAUSE
 
 
 def _parts(card: Card) -> Iterator[widgets.Widget]:

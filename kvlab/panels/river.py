@@ -59,6 +59,7 @@ class TokenRiver(Bench):
         self._ids: Tensor | None = None
         self._full: Attended | None = None
         self._runs: dict[Strategy, River] = {}  # the newest last
+        self._drawn: River | None = None  # as far as it has been read
         self.token = slider("token", "the token, counted from 0: who let it go, and why")
         self.controls = MethodControls("keep", self._start.keep, self._changed)
         boxes = [
@@ -93,7 +94,10 @@ class TokenRiver(Bench):
             prefill = max(1, self._ids.shape[1] // 4) if self._prefill is None else self._prefill
             if self._full is None and 1 < self._ids.shape[1] <= SHORT:
                 self._full = attended(lab, self._ids, prefill=prefill, progress=progress)
-            made = river(lab, asked, self._ids, prefill=prefill, progress=progress, full=self._full)
+            made = river(
+                lab, asked, self._ids, prefill=prefill, progress=progress, full=self._full,
+                part=lambda made: ticket.show(self._show_part, made),
+            )  # fmt: skip
         ticket.show(self._show, made)
 
     # always under the runner's lock
@@ -113,23 +117,31 @@ class TokenRiver(Bench):
         self.shown |= {"strategy": made.strategy, "river": made}
         plots.update_lost(self.figures["lost"], made)
         plots.update_overlap(self.figures["overlap"], made)
-        self._draw_token(made)
-        self._say("flow", self._flow_words(made), str(made.strategy))
+        plots.update_survival(self.figures["survival"], made, self.token.value)
+        self._say("flow", self._draw_flow(made), str(made.strategy))
         self._say("lost", plots.lost_summary(made), "mean of all heads")
         self._say("survival", plots.survival_summary(made), "in the end")
         self._say("overlap", plots.overlap_summary(made), "in the end")
 
+    def _show_part(self, made: River) -> None:
+        """What has been read so far: the two figures that grow with it."""
+        plots.update_lost(self.figures["lost"], made)
+        for name, words in (("flow", self._draw_flow(made)), ("lost", plots.lost_summary(made))):
+            self._say(name, words, "")
+            self.cards[name].mark("waiting", f"so far: {made.tokens:,} tokens")
+
     def _moved(self) -> None:
         """Another token of the same river: nothing is read again, and a run that is under way goes on."""
         with self.runner.lock:
-            made = self.shown.get("river")
-            if made is not None and not self._setting:
-                self._draw_token(made)
-                self.cards["flow"].say(self._flow_words(made))
+            if self._drawn is not None and not self._setting:
+                self.cards["flow"].say(self._draw_flow(self._drawn))
+                if "river" in self.shown:
+                    plots.update_survival(self.figures["survival"], self.shown["river"], self.token.value)
 
-    def _draw_token(self, made: River) -> None:
-        plots.update_flow(self.figures["flow"], made, self.token.value)
-        plots.update_survival(self.figures["survival"], made, self.token.value)
-
-    def _flow_words(self, made: River) -> str:
-        return f"{plots.flow_summary(made)}\n\n{plots.why(made, self.token.value)}"
+    def _draw_flow(self, made: River) -> str:
+        """Its line of words, and what became of the token, once it has been read."""
+        self._drawn = made
+        token = self.token.value if self.token.value < made.tokens else None
+        plots.update_flow(self.figures["flow"], made, token)
+        words = plots.flow_summary(made)
+        return words if token is None else f"{words}\n\n{plots.why(made, token)}"

@@ -29,6 +29,7 @@ class Card(widgets.VBox):
     def __init__(self, title: str, body: Sequence[widgets.Widget], foot: widgets.Widget | None = None) -> None:
         self.title = title
         self.state = "fresh"
+        self.recorded = ""  # from when and where, while the card still shows a recording
         self.top, self.summary = widgets.HTML(), line()
         box = widgets.VBox(list(body)).add_class("kvlab-body")
         super().__init__([self.top, box, self.summary, *([foot] if foot else [])])
@@ -38,10 +39,9 @@ class Card(widgets.VBox):
     def mark(self, state: str, note: str = "") -> None:
         """Set the state; `note` stands beside the title. What is stale is dimmed."""
         self.state = state
-        self.top.value = (
-            f'<div class="kvlab-head"><b>{html.escape(self.title)}</b>'
-            f'<span class="kvlab-badge {state}">{html.escape(note)}</span></div>'
-        )
+        self.recorded = "" if state == "fresh" else self.recorded
+        said = "; ".join(filter(None, (self.recorded, note)))
+        self.top.value = f'<div class="kvlab-head"><b>{html.escape(self.title)}</b><span class="kvlab-badge {state}">{html.escape(said)}</span></div>'
         (self.add_class if state == "stale" or (state == "waiting" and not note) else self.remove_class)("kvlab-dim")
 
     @property

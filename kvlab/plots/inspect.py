@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 STEPS = 64  # more of them would be no lines but a surface
 EXACT, BACK, ERROR, CHOSEN = "the model's number", "what came back", "error", "chosen channel"
-PALE = "rgba(127, 127, 127, 0.4)"  # style.FULL behind a line
+PALE = "rgba(110, 110, 110, 0.4)"  # style.FULL behind a line
 
 # --- one token
 

@@ -1,7 +1,8 @@
 """The look that all figures share: hues with a fixed meaning, one layout, and updating in place.
 
 Hues are Okabe and Ito's, which colour-blind readers tell apart. Blue, orange and green mean the three axes of a strategy
-everywhere; grey is the full cache, vermilion is danger.
+everywhere; grey is the full cache, vermilion is danger. No hue says alone what is said: every figure has its legend, and a line
+of text beneath it (orange and sky blue are pale on white, 2.3:1).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import plotly.io as pio
 KEEP = "#0072B2"
 STORE = "#E69F00"
 PLACE = "#009E73"
-FULL = "#7f7f7f"
+FULL = "#6e6e6e"
 DANGER = "#D55E00"
 
 INK = "#222222"

@@ -27,10 +27,16 @@ SETTINGS = {
 }
 
 
-def source(path: Path, count: int | None = None) -> tuple[str, ...]:
-    """The code cells of a notebook, the first ``count`` of them."""
+def source(path: Path, until: str = "") -> tuple[str, ...]:
+    """The code cells of a notebook, down to the first with a line that begins so. Raises ``ValueError`` where none does."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return tuple("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")[:count]
+    sources = tuple("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    if not until:
+        return sources
+    last = [number for number, one in enumerate(sources) if f"\n{until}" in f"\n{one}"]
+    if not last:
+        raise ValueError(f"{path.name} has no line that begins with {until!r}")
+    return sources[: last[0] + 1]
 
 
 def write(path: Path, sources: Sequence[str]) -> None:

@@ -145,26 +145,29 @@ CONTROLS = (
 CARDS_TEXT = "() => [...document.querySelectorAll('.kvlab-card')].map(card => card.innerHTML).join('')"
 
 
-def nudge(page: Any, control: Any) -> str:
-    """Move it by one with the keyboard alone -> the key that takes it back."""
+def nudge(page: Any, control: Any) -> tuple[str, ...]:
+    """Move it by one with the keyboard alone -> the keys that take it back."""
     kind = control.evaluate(
         "x => x.matches('.noUi-handle') ? 'slider' : x.matches('select') ? 'select' : x.matches('input') ? 'check' : 'group'"
     )
+    there: tuple[str, ...]
     if kind == "slider":
         control.focus()
         low, now = (control.get_attribute(name) for name in ("aria-valuemin", "aria-valuenow"))
-        key, back = ("ArrowRight", "ArrowLeft") if low == now else ("ArrowLeft", "ArrowRight")
+        there, back = (("ArrowRight",), ("ArrowLeft",)) if low == now else (("ArrowLeft",), ("ArrowRight",))
     elif kind == "select":
         control.focus()
         last = control.evaluate("x => x.selectedIndex === x.options.length - 1")
-        key, back = ("ArrowUp", "ArrowDown") if last else ("ArrowDown", "ArrowUp")
+        there, back = (("ArrowUp",), ("ArrowDown",)) if last else (("ArrowDown",), ("ArrowUp",))
     elif kind == "check":
         control.focus()
-        key = back = "Space"
-    else:
+        there = back = ("Space",)
+    else:  # a row or a column of choices, each of which the tabulator key reaches
         control.locator("input:checked, button.mod-active").first.focus()
-        key, back = "ArrowDown", "ArrowUp"
-    page.keyboard.press(key)
+        last = control.evaluate("x => [...x.querySelectorAll('input, button')].at(-1) === document.activeElement")
+        there, back = (("Shift+Tab", "Space"), ("Tab", "Space")) if last else (("Tab", "Space"), ("Shift+Tab", "Space"))
+    for key in there:
+        page.keyboard.press(key)
     return back
 
 
@@ -188,7 +191,8 @@ def test_every_control_by_keyboard(open_notebook: Opened, name: str) -> None:
             if panel.box.locator(".kvlab-error").count():
                 said = panel.box.locator(".kvlab-error b").inner_text()
                 assert "allowed" in said or "needs" in said, said  # a person's mistake, said to a person
-                page.keyboard.press(back)
+                for key in back:
+                    page.keyboard.press(key)
                 panel.box.locator(".kvlab-error").wait_for(state="detached")
                 panel.done()
             elif page.evaluate(CARDS_TEXT) == before:

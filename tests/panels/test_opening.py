@@ -63,6 +63,25 @@ def test_it_opens_with_what_was_recorded(make, tiny_lab: Lab, folder) -> None:
                 assert len(part.data) == len(was.data)
 
 
+def test_it_is_called_a_recording_as_long_as_it_is_one(tiny_lab: Lab, folder, monkeypatch) -> None:
+    with WORK:
+        made = TokenRiver(tiny_lab, TEXT, HOW)
+    assert made.wait(120)
+    (folder / made.opened).write_text(json.dumps(opening.take(made.cards.values(), "a test")))
+    with WORK:
+        panel = TokenRiver(tiny_lab, TEXT, HOW)
+        panel.cancel.click()
+    assert panel.wait(120)
+    for card in panel.cards.values():
+        assert card.state == "stale" and "recorded 20" in card.top.value and "; stale: the run was cancelled" in card.top.value
+    monkeypatch.setattr(TokenRiver, "_answer", lambda *_: 1 / 0)
+    with WORK:
+        panel = TokenRiver(tiny_lab, TEXT, HOW)
+    assert panel.wait(120) and "ZeroDivisionError" in panel.error.value
+    for card in panel.cards.values():
+        assert card.state == "stale" and "recorded 20" in card.top.value and "; stale: from before the error" in card.top.value
+
+
 def test_only_of_just_this(tiny_lab: Lab, folder) -> None:
     made = TokenRiver(tiny_lab, TEXT, HOW)
     assert made.wait(120)

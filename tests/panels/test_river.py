@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("ipywidgets")
 
 from kvlab import Strategy, keep, store
-from kvlab.measure.river import river
+from kvlab.measure import river as measured
+from kvlab.measure.river import River, attended, river
 from kvlab.panels import river as panels
 from kvlab.panels.river import DRAWINGS, START, TokenRiver
 from kvlab.plots import river as plots
@@ -37,6 +39,41 @@ def test_it_opens_with_a_token_read_after_the_prefill(panel):
     assert panel.model.value == "tiny, 64 tokens"
     assert panel.strategy == HOW
     assert panel.shown["river"].prefill == 16
+
+
+def test_a_part_is_the_river_of_a_shorter_text(tiny_lab, monkeypatch):
+    monkeypatch.setattr(measured, "PAUSE", 0.0)
+    ids = tiny_lab.encode(TEXT)
+    parts: list[River] = []
+    whole = river(tiny_lab, HOW, ids, prefill=20, full=attended(tiny_lab, ids, prefill=20), part=parts.append)
+    assert [made.tokens for made in parts] == [36, 52]
+    for made in parts:
+        short = river(tiny_lab, HOW, ids[:, : made.tokens], prefill=20)
+        assert made.words == short.words and made.times.tolist() == short.times.tolist()
+        for name in ("gone", "worth", "floor"):
+            assert torch.equal(torch.nan_to_num(getattr(made, name)), torch.nan_to_num(getattr(short, name))), name
+        assert torch.allclose(made.lost, short.lost, atol=1e-6) and torch.allclose(made.sinks, short.sinks, atol=1e-6)
+    assert torch.allclose(parts[-1].lost, whole.lost[..., :52], atol=1e-6)
+
+
+def test_it_grows_while_it_is_read(panel, monkeypatch):
+    monkeypatch.setattr(measured, "PAUSE", 0.0)
+    seen = []
+    mark = panel.cards["flow"].mark
+    monkeypatch.setattr(
+        panel.cards["flow"],
+        "mark",
+        lambda state, note="": (
+            mark(state, note),
+            seen.append((state, note, style.trace(panel.figures["flow"], plots.MAP).x[-1])),
+        ),
+    )
+    panel.token.value = 40
+    panel.controls.settings["budget"].value = 20
+    assert panel.wait(60) and panel.error.value == ""
+    grown = [(note, int(end)) for state, note, end in seen if state == "waiting" and note]
+    assert grown == [("so far: 32 tokens", 48), ("so far: 48 tokens", 64)]
+    assert seen[-1][0] == "fresh" and panel.cards["flow"].text.startswith("After 64 tokens") and "Token 40 “" in panel.text
 
 
 def test_it_begins_with_heavy_hitters(tiny_lab):
