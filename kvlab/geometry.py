@@ -9,6 +9,7 @@ All counts are exact integers of bytes, except activations, which are an estimat
 
 import json
 import operator
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from fractions import Fraction
 from functools import cache
 from itertools import groupby
 from math import ceil
+from pathlib import Path
 from typing import Any, Protocol, SupportsIndex
 
 from kvlab import _config, _data
@@ -160,10 +162,29 @@ def names() -> list[str]:
 
 @cache
 def find(name: str) -> Geometry:
-    """A model of the table; case and punctuation do not matter, a unique beginning is enough. `ValueError` lists the names."""
+    """A model of the table; case and punctuation do not matter, a unique beginning is enough. Or your own: the path of its `config.json`, or of the folder
+    that it lies in, with a "/" in it.
+
+    Raises `ValueError`: no such name (it lists them), no config there, or none of a model with a cache.
+    """
+    if "/" in name or os.sep in name:
+        return _read(Path(name).expanduser())
     row = _table()[_data.pick(name, _table(), "model")]
     geometry = Geometry.from_config(row["config"], name=row["name"], parameters=row["parameters"])
     return replace(geometry, routed=row["routed"], source=row["source"])
+
+
+def _read(path: Path) -> Geometry:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{file} is no model's config.json: {error} (allowed: one, its folder, or a name of the table)"
+        ) from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds no fields (allowed: a model's config.json)")
+    return replace(Geometry.from_config(config, name=file.resolve().parent.name), source=str(file))
 
 
 # --- bytes

@@ -1,5 +1,7 @@
 """The memory formula against arithmetic that a person can redo, and against the tensors of transformers' own caches."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
@@ -322,3 +324,31 @@ def test_bytes_for_people() -> None:
         "1.50 TB",
     ]
     assert geometry.gib(2**30) == geometry.gb(10**9) == 1.0
+
+
+def test_find_reads_a_config_of_your_own(tmp_path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 3,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 10,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    for path in (str(folder), f"{folder}/", str(folder / "config.json")):
+        shape = geometry.find(path)
+        assert shape.name == "mine" and geometry.bytes_per_token(shape) == 3 * 2 * (16 + 16) * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "no model's config.json"), ("{", "no model's config.json"), ("[]", "holds no fields"), ("{}", "looked for")],
+)
+def test_find_says_what_is_wrong_with_a_config(tmp_path, text: str | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        geometry.find(f"{tmp_path}/config.json")

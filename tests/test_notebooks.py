@@ -39,8 +39,9 @@ def test_it_has_the_shape_of_all(path: Path) -> None:
     solutions = path.parent / "solutions" / path.name
     assert solutions.is_file() == (f"solutions/{path.name}" in words)
     assert solutions.is_file() or "<summary>Solution</summary>" in words
-    if path.name[:2] not in ("02", "10"):  # these need no model
-        assert "MODEL, TEXT, DEVICE = " in code[0]
+    own = {"02": "MODEL, DEVICE = ", "10": "MODEL = "}.get(path.name[:2], "MODEL, TEXT, DEVICE = ")  # these two load no model
+    assert "# Bring your own: " in code[0] and f"\n{own}" in code[0]
+    assert sum(bool(re.search(r"\b(MODEL|lab)\b", cell)) for cell in code[1:]) >= 1  # and what follows takes it
 
 
 def test_no_prediction_has_the_name_of_another() -> None:

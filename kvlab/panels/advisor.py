@@ -78,9 +78,11 @@ class Advisor(Bench):
 
     def __init__(self, lab: Lab | None = None, *, device: str = "A10 24GB", model: str = "Llama-3.1-8B") -> None:
         names = [*([OWN] if lab is not None else []), *(name for name in geometry.names() if geometry.find(name).kv_layers)]
+        if model not in names and geometry.find(model).kv_layers:  # your own
+            names.insert(0, model)
         start = OWN if lab is not None else model
         self._own = None if lab is None else lab.geometry
-        own = None if lab is None else lab.context
+        own = geometry.find(start).context if lab is None else lab.context
         self.model_choice = dropdown("model", names, start, "whose cache it is")
         self.weight_bits = dropdown("bits of a weight", [16, 8, 4], 16, "as the weights are held")
         self.device = dropdown("device", hardware.names("gpu", "cpu"), device, "what it runs on")

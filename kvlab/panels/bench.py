@@ -25,7 +25,6 @@ from kvlab.panels import opening
 from kvlab.panels.drawing import library
 from kvlab.panels.picture import sheet
 from kvlab.panels.runner import Runner, Ticket, load_model
-from kvlab.panels.theme import CSS
 from kvlab.panels.views import Card, figure, legend, line
 from kvlab.panels.widgets import HUES, QUESTIONS
 from kvlab.plots import inspect as plots
@@ -92,9 +91,9 @@ class Bench(widgets.VBox):
         state = widgets.HBox([self.progress, self.stage]).add_class("kvlab-row").add_class("kvlab-grow")
         bar = widgets.HBox([self.model, self.cancel, state]).add_class("kvlab-bar")
         side = widgets.VBox([widgets.VBox([_box(box) for box in boxes]).add_class("kvlab-boxes")]).add_class("kvlab-side")
-        placed = [widgets.VBox([self.cards[name] for name in names]).add_class("kvlab-column") for names in columns]
-        body = widgets.HBox([side, widgets.VBox(placed).add_class("kvlab-figures")]).add_class("kvlab-main")
-        super().__init__([widgets.HTML(CSS), bar, self.error, body, library()])
+        self.placed = [widgets.VBox([self.cards[name] for name in names]).add_class("kvlab-column") for names in columns]
+        body = widgets.HBox([side, widgets.VBox(self.placed).add_class("kvlab-figures")]).add_class("kvlab-main")
+        super().__init__([bar, self.error, body, library()])
         self.add_class("kvlab")
         self.cancel.on_click(lambda _: self.runner.cancel())
 

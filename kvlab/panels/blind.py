@@ -89,8 +89,7 @@ class BlindTest(Bench):
         super().__init__(lab, prompt, boxes=boxes, drawings=DRAWINGS, columns=(("votes",),))
         row = widgets.HBox([self.a, self.b, self.skip]).add_class("kvlab-row")
         self.cards = {"round": Card("which is the full cache?", [self.texts, row, self.verdict]), **self.cards}
-        column: Any = self.children[3].children[1].children[0]
-        column.children = (self.cards["round"], *column.children)
+        self.placed[0].children = (self.cards["round"], *self.placed[0].children)
         for choice in (self.tokens, self.new_tokens):
             choice.observe(lambda _: self._changed(), "value")
         self.a.on_click(lambda _: self.vote(True))

@@ -1,4 +1,4 @@
-"""Figures that share one plotly, and sliders that have names.
+"""Figures that share one plotly and one style sheet, and controls that have names.
 
 A plotly `FigureWidget` brings the whole library along, 5 MB for each figure: a panel with a dozen of them would send and parse 60 MB before anything is seen. Here the
 library travels once, in a widget of its own (`library()`), which every panel holds among its children; figures wait for it.
@@ -12,18 +12,31 @@ import anywidget
 import plotly.graph_objects as go
 import traitlets
 
-_LIBRARY = """
+from kvlab.panels.theme import CSS
+
+# Whichever of the two comes first on a page makes the promise.
+_SHARED = """
 const shared = (globalThis.kvlabPlotly ??= {});
 shared.ready ??= new Promise((resolve) => { shared.arrived = resolve; });
+"""
+_LIBRARY = (
+    _SHARED
+    + """
 export default {
   initialize({ model }) {
     if (shared.asked) return;
     shared.asked = true;
     const url = URL.createObjectURL(new Blob([model.get("source")], { type: "text/javascript" }));
     import(url).then(shared.arrived);
-    let soon; // ipywidgets gives the handle of a slider no name; who cannot see the label beside it hears only a number
+    // ipywidgets names neither the handle of a slider nor the buttons of a player: who cannot see what is beside or on them hears only a number.
+    // And JupyterLab takes the arrow keys away from a list of choices, to go to the next cell.
+    let soon;
     const name = () => {
       soon = undefined;
+      for (const icon of document.querySelectorAll(".widget-play button:not([aria-label]) i")) {
+        icon.parentElement.setAttribute("aria-label", icon.className.replace(/fa-|fa/g, "").trim());
+      }
+      for (const list of document.querySelectorAll(".widget-dropdown select")) list.dataset.lmSuppressShortcuts = "true";
       for (const handle of document.querySelectorAll(".widget-inline-hbox .noUi-handle:not([aria-label])")) {
         const label = handle.closest(".widget-inline-hbox").querySelector(".widget-label");
         if (label?.textContent) handle.setAttribute("aria-label", label.textContent);
@@ -33,11 +46,12 @@ export default {
   },
 };
 """
+)
 
 # The front end gives a widget two seconds to come to life, so it does not wait for the library there; updates that arrive meanwhile are made up for.
-_FIGURE = """
-const shared = (globalThis.kvlabPlotly ??= {});
-shared.ready ??= new Promise((resolve) => { shared.arrived = resolve; });
+_FIGURE = (
+    _SHARED
+    + """
 const updates = ["addTraces", "animate", "deleteTraces", "moveTraces", "relayout", "removeLayoutProps", "removeTraceProps", "restyle", "update"];
 export default () => {
   let plotly;
@@ -66,12 +80,14 @@ export default () => {
   };
 };
 """
+)
 
 
 class Library(anywidget.AnyWidget):
-    """Plotly's JavaScript, for all figures of a page, and names for its sliders. Shows nothing."""
+    """Plotly's JavaScript and the look, for all figures of a page, and names for its controls. Shows nothing."""
 
     _esm = _LIBRARY
+    _css = CSS
     source = traitlets.Unicode().tag(sync=True)
 
 

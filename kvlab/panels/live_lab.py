@@ -26,7 +26,6 @@ from kvlab.panels import opening
 from kvlab.panels.drawing import library
 from kvlab.panels.picture import sheet
 from kvlab.panels.runner import Runner, Ticket, load_model
-from kvlab.panels.theme import CSS
 from kvlab.panels.views import AttentionCard, Card, MemoryCard, QualityCard, SaysCard, TableCard
 from kvlab.panels.widgets import StrategyControls
 from kvlab.store.int import Int
@@ -68,7 +67,7 @@ class LiveLab(widgets.VBox):
         self._last_progress = 0.0
         self.opened = ""  # what a recording of how it opens is called, whether there is one or not
         self._make(lab.name if lab is not None else SMOLLM2)
-        super().__init__([widgets.HTML(CSS), self._bar(), self.text, self.error, self._body(), self.code_text, library()])
+        super().__init__([self._bar(), self.text, self.error, self._body(), self.code_text, library()])
         self.add_class("kvlab")
         self._listen()
         if self._session is not None:

@@ -5,6 +5,7 @@ import html
 import os
 import threading
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import ipywidgets as widgets
@@ -32,6 +33,10 @@ class Pictured(widgets.VBox):
     figure: go.FigureWidget
     summary: widgets.HTML
 
+    def __init__(self, children: Sequence[widgets.Widget] = ()) -> None:
+        super().__init__(list(children))
+        self.add_class("kvlab-figure")
+
     def _repr_mimebundle_(self, **settings: Any) -> dict[str, Any]:
         bundle = super()._repr_mimebundle_(**settings)
         if os.environ.get("KVLAB_PICTURES") == "1":
@@ -49,7 +54,7 @@ def captioned(fig: go.Figure, summary: str) -> Pictured:
 
 
 class MemoryCalculator(Pictured):
-    """Predicted memory of one model on one kind of device, stacked against its capacity.
+    """Predicted memory of one model, of the table or your own (`geometry.find`), on one kind of device, stacked against its capacity.
 
     Driven by the `value` of `model`, `kv_heads`, `context` (tokens in each request), `batch` (sequences in a request),
     `requests`, `bits` (of the KV cache; below 16 with scales and zero points in groups of 32), `weight_bits`, `hardware` and
@@ -57,7 +62,11 @@ class MemoryCalculator(Pictured):
     """
 
     def __init__(self, model: str = "Llama-3.1-8B", hardware_name: str = "H100 SXM 80GB", context: int = 131072) -> None:
-        self.model = _labelled(widgets.Dropdown, "model", options=geometry.names(), value=model)
+        names = geometry.names()
+        if model not in names:
+            geometry.find(model)  # what is wrong with it is said here
+            names = [model, *names]
+        self.model = _labelled(widgets.Dropdown, "model", options=names, value=model)
         self.kv_heads = _labelled(widgets.SelectionSlider, "KV heads", options=[1])
         lengths = [(f"{tokens:,}", tokens) for tokens in CONTEXTS]
         self.context = _labelled(widgets.SelectionSlider, "context (tokens)", options=lengths, value=context)

@@ -1,4 +1,5 @@
-"""The look of the live lab. Colours come from JupyterLab's theme, light or dark; figures follow it by style sheet.
+"""The look of panels and figures. Colours come from JupyterLab's theme, light or dark; figures follow it by style sheet, which travels once a page
+(`kvlab/panels/drawing.py`).
 
 The layout follows the room that the panel has, not the window: side bars of JupyterLab take none of it for granted.
 """
@@ -6,15 +7,18 @@ The layout follows the room that the panel has, not the window: side bars of Jup
 from kvlab.plots import style
 
 _DARK = 'body[data-jp-theme-light="false"] .kvlab'
+_OURS = ":is(.kvlab, .kvlab-figure)"  # a panel; a figure with its line of words
+_DARK_OURS = f'body[data-jp-theme-light="false"] {_OURS}'
 _ARROW = (  # light, for the dark theme: ipywidgets has a black one only
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 18 18'%3E"
     "%3Cpath fill='%23bbb' d='M5.2 5.9L9 9.7l3.8-3.8 1.2 1.2-5 5-5-5z'/%3E%3C/svg%3E"
 )
 
-CSS = f"""<style>
-.kvlab {{ --ink: var(--jp-ui-font-color1, #222); --faint: var(--jp-ui-font-color2, #666); --line: var(--jp-border-color2, #ddd);
-  --paper: var(--jp-layout-color1, #fff); --wash: var(--jp-layout-color2, #f5f5f5); --danger: #b34700;
-  display: block; width: 100%; overflow: visible; color: var(--ink); font-size: 13px; container-type: inline-size; }}
+CSS = f"""
+{_OURS} {{ --ink: var(--jp-ui-font-color1, #222); --faint: var(--jp-ui-font-color2, #666); --line: var(--jp-border-color2, #ddd);
+  --paper: var(--jp-layout-color1, #fff); --wash: var(--jp-layout-color2, #f5f5f5); --danger: #b34700; }}
+.kvlab-figure {{ --paper: var(--jp-layout-color0, #fff); }}
+.kvlab {{ display: block; width: 100%; overflow: visible; color: var(--ink); font-size: 13px; container-type: inline-size; }}
 {_DARK} {{ --danger: #ff9a5c; --jp-widgets-dropdown-arrow: url("{_ARROW}"); }}
 .kvlab .widget-html-content {{ line-height: 1.4; overflow: visible; min-width: 0; max-width: 100%; }}
 .kvlab .widget-html {{ height: auto; margin: 0; }}
@@ -91,20 +95,21 @@ CSS = f"""<style>
   .kvlab-table th, .kvlab-table td {{ padding: 3px 3px; font-size: 11px; white-space: normal; }}
   .kvlab-table td:first-child, .kvlab-table th:first-child {{ min-width: 96px; overflow-wrap: anywhere; }}
 }}
-.kvlab .js-plotly-plot .main-svg {{ background: transparent !important; }}
-.kvlab .js-plotly-plot .bglayer .bg {{ fill: transparent !important; fill-opacity: 0 !important; }}
-{_DARK} .js-plotly-plot text {{ fill: var(--ink) !important; }}
-{_DARK} .js-plotly-plot .annotation-text {{ filter: brightness(1.5); }}
-{_DARK} .js-plotly-plot .annotation .bg {{ fill: var(--paper) !important; }}
-{_DARK} .js-plotly-plot .gridlayer path {{ stroke: #454545 !important; }}
-{_DARK} .js-plotly-plot .zerolinelayer path {{ stroke: #777 !important; }}
-{_DARK} .js-plotly-plot path[style*="stroke: rgb(34, 34, 34)"] {{ stroke: #e0e0e0 !important; }}
-{_DARK} .js-plotly-plot .subplot:has(.barlayer .point) path.js-line[style*="stroke: rgb(34, 34, 34)"] {{ mix-blend-mode: difference; }}
-{_DARK} .js-plotly-plot .points path[style*="stroke: rgb(255, 255, 255)"] {{ stroke: var(--paper) !important; }}
-{_DARK} .js-plotly-plot path[style*="fill: rgb(34, 34, 34)"] {{ fill: #e0e0e0 !important; }}
+{_OURS} .js-plotly-plot .main-svg {{ background: transparent !important; }}
+{_OURS} .js-plotly-plot .bglayer .bg, {_OURS} .js-plotly-plot .legend > .bg {{ fill: transparent !important; fill-opacity: 0 !important; }}
+{_DARK_OURS} .js-plotly-plot text {{ fill: var(--ink) !important; }}
+{_DARK_OURS} .js-plotly-plot .annotation-text {{ filter: brightness(1.5); }}
+{_DARK_OURS} .js-plotly-plot .annotation .bg {{ fill: var(--paper) !important; }}
+{_DARK_OURS} .js-plotly-plot .gridlayer path {{ stroke: #454545 !important; }}
+{_DARK_OURS} .js-plotly-plot .zerolinelayer path {{ stroke: #777 !important; }}
+{_DARK_OURS} .js-plotly-plot path[style*="stroke: rgb(34, 34, 34)"] {{ stroke: #e0e0e0 !important; }}
+{_DARK_OURS} .js-plotly-plot .subplot:has(.barlayer .point) path.js-line[style*="stroke: rgb(34, 34, 34)"] {{ mix-blend-mode: difference; }}
+{_DARK_OURS} .js-plotly-plot .points path[style*="stroke: rgb(255, 255, 255)"] {{ stroke: var(--paper) !important; }}
+{_DARK_OURS} .js-plotly-plot path[style*="fill: rgb(34, 34, 34)"] {{ fill: #e0e0e0 !important; }}
 {_DARK} .kvlab-legend i[style*="background:{style.INK}"] {{ background: #e0e0e0 !important; }}
 {_DARK} .kvlab-legend i[style*="solid {style.INK}"], {_DARK} .kvlab-legend i[style*="dashed {style.INK}"],
 {_DARK} .kvlab-legend i[style*="dotted {style.INK}"] {{ border-color: #e0e0e0 !important; }}
 {_DARK} .kvlab-legend i[style*="solid {style.STATE}"] {{ outline: 1px solid white; }}
-{_DARK} .js-plotly-plot .modebar-group {{ background: transparent !important; }}
-</style>"""
+{_DARK_OURS} .js-plotly-plot path[style*="stroke: rgb(0, 0, 0)"] {{ stroke: white !important; }}
+{_DARK_OURS} .js-plotly-plot .modebar-group {{ background: transparent !important; }}
+"""

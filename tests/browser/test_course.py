@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.browser.conftest import COURSE, MARKS, SHOTS, Opened, Panel
-from tests.browser.lab import LONG, free_port, menu, page_of, ran, serious, served
+from tests.browser.conftest import COURSE, MARKS, SHOTS, Opened, Panel, theme
+from tests.browser.lab import LONG, free_port, menu, page_of, pale, ran, serious, served
 
 pytestmark = MARKS
 ALL = os.environ.get("KVLAB_ALL") == "1"
@@ -83,9 +83,14 @@ def test_every_notebook_from_first_cell_to_last(open_notebook: Opened, name: str
     whole(page)
     inside = [one for one in (".kvlab", ".kvlab-predict") if page.locator(one).count()]
     assert serious(page, *inside) == []
+    assert pale(page) == []
+    theme(page, "Dark")
+    assert pale(page) == []
     SHOTS.mkdir(exist_ok=True)
-    page.locator(".kvlab-predict").first.scroll_into_view_if_needed()
-    page.screenshot(path=SHOTS / f"course-{name}.png")
+    page.set_viewport_size({"width": 1280, "height": 12_000})  # all of it
+    page.wait_for_timeout(3000)
+    page.screenshot(path=SHOTS / f"course-{name}-dark.png")
+    theme(page, "Light")
     page.close()
 
 

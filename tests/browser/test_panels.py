@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import MARKS, Opened, Panel, theme
-from tests.browser.lab import serious
+from tests.browser.lab import pale, serious
 
 pytestmark = MARKS
 
@@ -82,6 +82,7 @@ def readable(panel: Panel, titles: tuple[str, ...]) -> None:
         assert len(panel.card(title).locator(".kvlab-summary").last.inner_text()) > 20, title
         assert panel.card(title).locator(".js-plotly-plot .main-svg").count()
     panel.page.wait_for_function(INSIDE, polling=500, timeout=60_000)  # not once a frame: a page behind another draws none
+    assert pale(panel.page) == []
 
 
 ALL = os.environ.get("KVLAB_ALL") == "1"  # the panels are of one build: every run looks at one of them, `make nightly` at all

@@ -1,5 +1,7 @@
 """The advisor: it follows its controls, shows what `advise` says, measures on the model at hand, and recovers from errors."""
 
+import json
+
 import pytest
 
 pytest.importorskip("ipywidgets")
@@ -7,6 +9,7 @@ pytest.importorskip("ipywidgets")
 from kvlab import Strategy, advise, geometry, hardware
 from kvlab.panels import advisor as panels
 from kvlab.panels.advisor import DRAWINGS, OWN, Advisor
+from kvlab.panels.memory import MemoryCalculator
 from kvlab.plots import style
 
 
@@ -87,3 +90,24 @@ def test_it_is_read_as_a_picture(panel, monkeypatch):
     bundle = panel._repr_mimebundle_()
     assert bundle["image/png"] == "cG5n" and bundle["text/plain"].startswith("Advisor: ")
     assert sorted(title for column in drawn for title, _ in column) == sorted(drawing.title for drawing in DRAWINGS.values())
+
+
+def test_your_own_shape(tmp_path):
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 3,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 10,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    panel = Advisor(model=str(tmp_path))
+    assert panel.wait(60) and panel.error.value == ""
+    assert panel.model_choice.value == str(tmp_path) and "A token takes 384 B" in panel.text
+    with pytest.raises(ValueError, match="no model 'nothing'"):
+        Advisor(model="nothing")
+    calculator = MemoryCalculator(str(tmp_path), "A10 24GB", 512)
+    assert calculator.error.value == "" and "KV 197 kB" in calculator.summary.value  # 384 x 512 = 196,608 bytes
+    with pytest.raises(ValueError, match="no model 'nothing'"):
+        MemoryCalculator("nothing")
