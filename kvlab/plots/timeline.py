@@ -59,13 +59,13 @@ def update_step(fig: go.Figure, line: "Timeline", number: int = 1, *, title: str
     return style.apply(fig, bars, {} if title is None else {"title.text": title})
 
 
-def step_summary(made: "Moved", resident: float) -> str:
+def step_summary(made: "Moved", resident: float | None = None) -> str:
     """`A step takes 151 ms, 112 ms with all bytes here: it computes 115 ms and waits 36 ms for 47.2 MB. 62% of the fetching passes ...`
 
-    resident: median seconds of a step of the same cache that stays on the device.
+    resident: median seconds of a step of the same cache that stays on the device, where it is known.
     """
     line, steps = made.line, len(made.seconds)
-    words = f"A step takes {_ms(made.step)}, {_ms(resident)} with all bytes here"
+    words = f"A step takes {_ms(made.step)}" + ("" if resident is None else f", {_ms(resident)} with all bytes here")
     if not made.bytes:
         return f"{words}. Nothing is fetched."
     waits = f"waits {_ms(line.seconds('stall') / steps)} for {_size(made.bytes)}"

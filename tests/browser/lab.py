@@ -138,6 +138,17 @@ def menu(page: Any, *labels: str) -> None:
     page.click(f".lm-Menu-itemLabel:text-is('{labels[-1]}')")
 
 
+def run_all(page: Any) -> None:
+    """Start all cells; again where nothing came of it: JupyterLab may lose the order while the kernel is still starting."""
+    for _ in range(5):
+        menu(page, "Run", "Run All Cells")
+        for _ in range(60):
+            page.wait_for_timeout(500)
+            if page.locator(".jp-CodeCell .jp-InputPrompt").first.inner_text().strip() not in ("", "[ ]:"):
+                return
+    raise AssertionError("the cells did not start")
+
+
 def ran(page: Any, timeout: float = LONG) -> None:
     """Until every code cell that is not empty has a number."""
     page.wait_for_function(

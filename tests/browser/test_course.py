@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import COURSE, MARKS, SHOTS, Opened, Panel, theme
-from tests.browser.lab import LONG, free_port, menu, page_of, pale, ran, serious, served
+from tests.browser.lab import LONG, free_port, menu, page_of, pale, ran, run_all, serious, served
 
 pytestmark = MARKS
 ALL = os.environ.get("KVLAB_ALL") == "1"
@@ -41,7 +41,7 @@ def panels_done(page: Any) -> None:
 @nightly
 def test_a_prediction_then_restarted_and_run_again(open_notebook: Opened) -> None:
     page = open_notebook("course-02")
-    menu(page, "Run", "Run All Cells")
+    run_all(page)
     ran(page)
     first = page.locator(".kvlab-predict").first
     assert first.get_by_role("radio").first.is_disabled()  # what was seen can no longer be foreseen
@@ -76,7 +76,7 @@ def test_a_prediction_then_restarted_and_run_again(open_notebook: Opened) -> Non
 @pytest.mark.parametrize("name", [path.name[:2] for path in COURSE])
 def test_every_notebook_from_first_cell_to_last(open_notebook: Opened, name: str) -> None:
     page = open_notebook(f"course-{name}")
-    menu(page, "Run", "Run All Cells")
+    run_all(page)
     ran(page)
     panels_done(page)
     page.wait_for_timeout(2000)
@@ -87,7 +87,8 @@ def test_every_notebook_from_first_cell_to_last(open_notebook: Opened, name: str
     theme(page, "Dark")
     assert pale(page) == []
     SHOTS.mkdir(exist_ok=True)
-    page.set_viewport_size({"width": 1280, "height": 12_000})  # all of it
+    page.set_viewport_size({"width": 1280, "height": 12_000})  # all of it, from the top
+    page.evaluate("document.querySelectorAll('.jp-WindowedPanel-outer').forEach(one => one.scrollTop = 0)")
     page.wait_for_timeout(3000)
     page.screenshot(path=SHOTS / f"course-{name}-dark.png")
     theme(page, "Light")
@@ -99,7 +100,7 @@ def test_two_at_once(open_notebook: Opened) -> None:
     """Each its own kernel; both come to their end, and both still answer."""
     pages = [open_notebook(name) for name in ("live", "course-09")]
     for page in pages:
-        menu(page, "Run", "Run All Cells")
+        run_all(page)
     for page in pages:
         ran(page)
         panels_done(page)
