@@ -4,7 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import nbformat
 import pytest
+import torch
+
+import kvlab
 
 ROOT = Path(__file__).parents[1]
 COURSE = sorted((ROOT / "notebooks").glob("[01]*.ipynb"))
@@ -48,3 +52,49 @@ def test_no_prediction_has_the_name_of_another() -> None:
     asked = [name for path in COURSE for cell in cells(path, "code") for name in re.findall(r'Predict\("([^"]+)"', cell)]
     twice = {name for name in asked if asked.count(name) > 1}
     assert not twice - {"loses least"}, "they share a line of the reader's table"
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a model of another architecture: Qwen3's, 16 layers of 8 heads that share 4, random weights, SmolLM2's words."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    lab = kvlab.load("smollm2-135m")
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=lab.model.config.vocab_size, hidden_size=256, intermediate_size=512, num_hidden_layers=16, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=8192, initializer_range=0.1, bos_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("models") / "another"
+    Qwen3ForCausalLM(shape).save_pretrained(folder)
+    lab.tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+ERRORS = """
+import gc, ipywidgets
+found = [one for one in gc.get_objects() if type(getattr(one, "error", None)) is ipywidgets.HTML and hasattr(one, "wait")]
+assert all(one.wait(300) for one in found)
+print([one.error.value for one in found if one.error.value])
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.model
+@pytest.mark.parametrize("path", COURSE, ids=lambda path: path.stem)
+def test_it_runs_with_another_model(path: Path, another: str, tmp_path: Path) -> None:
+    """What its first cell brings is taken by all that follows: no cell fails, and no panel."""
+    nbclient = pytest.importorskip("nbclient")
+    book = nbformat.read(path, as_version=4)
+    first = next(cell for cell in book.cells if cell.cell_type == "code")
+    lines = first.source.split("\n")
+    (at,) = [number for number, line in enumerate(lines) if re.match(r"MODEL\b.* = ", line)]
+    if "TEXT" in lines[at]:
+        lines[at] = f"from kvlab import texts\nMODEL, TEXT, DEVICE = {another!r}, texts.prompts()['story'] * 30, 'cpu'"
+    else:
+        lines[at] = lines[at].replace('"Llama-3.1-8B"', repr(another))
+    first.source = "\n".join(lines)
+    assert another in first.source
+    book.cells.append(nbformat.v4.new_code_cell(ERRORS))
+    nbclient.NotebookClient(book, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert "".join(one.get("text", "") for one in book.cells[-1].outputs if one.get("name") == "stdout").strip() == "[]"

@@ -78,6 +78,10 @@ def simulate(
         raise ValueError(
             f"kv_memory={kv_memory!r} is more than the weights leave (allowed: up to {geometry.text(left)} on {devices} x {kind.name})"
         )
+    if left < 0:
+        raise ValueError(
+            f"the weights of {shape.name} need {geometry.text(-left)} more than {devices} x {kind.name} give: more devices, or fewer bits a weight"
+        )
     if min(left, room) < block:
         raise ValueError(
             f"{geometry.text(min(left, room))} are left for the cache, less than a block of {geometry.text(round(block))}: more devices, or fewer bits a weight"
