@@ -73,7 +73,7 @@ def another(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 ERRORS = """
 import gc, ipywidgets
-found = [one for one in gc.get_objects() if type(getattr(one, "error", None)) is ipywidgets.HTML and hasattr(one, "wait")]
+found = [one for one in gc.get_objects() if issubclass(type(one), ipywidgets.Box) and hasattr(one, "error") and hasattr(one, "wait")]
 assert all(one.wait(300) for one in found)
 print([one.error.value for one in found if one.error.value])
 """
