@@ -64,7 +64,7 @@ def update_options(fig: go.Figure, made: "Advice") -> go.Figure:
             x=[row.bytes / size for row in rows],
             y=[str(number) for number in range(1, len(rows) + 1)],
             text=[
-                f"{row.strategy}: {size_text(row.bytes)}, {1e3 * row.step:.1f} ms" + ("" if row.meets else ", fails")
+                f"{size_text(row.bytes)}, {1e3 * row.step:.1f} ms{'' if row.meets else ', fails'}: {_short(str(row.strategy))}"
                 for row in rows
             ],
             textposition="outside",
@@ -78,6 +78,11 @@ def update_options(fig: go.Figure, made: "Advice") -> go.Figure:
             yaxis={"type": "category", "autorange": False, "range": [len(rows) - 0.5, -0.5]},  # a browser turns "reversed" back
         )
     return fig
+
+
+def _short(name: str) -> str:
+    """As much as a label beside a bar has room for; the whole name comes up under the pointer."""
+    return name if len(name) <= 26 else f"{name[:25]}…"
 
 
 def options_summary(made: "Advice") -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.browser.conftest import MARKS, Opened, Panel, theme
-from tests.browser.lab import LONG, serious
+from tests.browser.lab import LONG, pale, serious
 
 pytestmark = MARKS
 
@@ -39,7 +39,7 @@ def test_it_runs_and_the_figures_are_there(panel: Panel) -> None:
     assert "agree; perplexity" in panel.text("quality along the text")
     assert "full" in panel.text("what it says")
     assert "HeavyHitter()" in panel.text("numbers")
-    assert serious(panel.page, ".kvlab") == []
+    assert serious(panel.page, ".kvlab") == [] and pale(panel.page) == []
     panel.shot("1-start")
 
 
@@ -97,6 +97,7 @@ def test_it_can_be_read_in_the_dark_and_in_a_narrow_window(panel: Panel) -> None
     theme(page, "Dark")
     ink = panel.card("memory").locator(".js-plotly-plot text").first.evaluate("x => getComputedStyle(x).fill")
     assert min(map(int, re.findall(r"\d+", ink)[:3])) > 150, ink  # light on dark
+    assert pale(page) == []
     panel.shot("5-dark")
     page.set_viewport_size({"width": 800, "height": 3300})
     page.wait_for_timeout(2500)

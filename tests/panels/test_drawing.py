@@ -12,6 +12,7 @@ from kvlab.panels.memory import captioned
 def test_the_library_travels_once() -> None:
     box = captioned(go.Figure(go.Scatter(x=[1, 2], y=[3, 4])), "words")
     assert library() in box.children and library() is library()
+    assert "kvlab-figure" in box._dom_classes and ".kvlab-figure" in library()._css  # it has the look of panels, in the dark, too
     assert len(box.figure.get_state()["_esm"]) < 3_000 < 1_000_000 < len(library().source)
 
 
