@@ -104,7 +104,8 @@ def _parse(config: Any) -> tuple[Any, bool]:
             return _parse(config["text_config"])
         else:
             config = SimpleNamespace(**config)
-    kind = str(getattr(config, "model_type", type(config).__name__))
+    named = "this" if isinstance(config, SimpleNamespace) else type(config).__name__
+    kind = str(getattr(config, "model_type", named))
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{kind} is an encoder-decoder (is_encoder_decoder): its cross-attention cache is not described here")
     if kind in _OTHER:

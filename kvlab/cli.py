@@ -25,7 +25,9 @@ def main() -> None:
         app()()
     except ModuleNotFoundError as error:
         sys.exit(f"kvlab: {error.name} is missing: pip install 'kvlab[lab]'")
-    except (ModelUnavailable, ValueError, RuntimeError, OSError) as error:
+    except OSError as error:
+        sys.exit(f"kvlab: {error.filename}: {error.strerror}" if error.filename and error.strerror else f"kvlab: {error}")
+    except (ModelUnavailable, ValueError, RuntimeError) as error:
         sys.exit(f"kvlab: {error}")
 
 
@@ -236,7 +238,7 @@ def app() -> "typer.Typer":
 
     @commands.command()
     def advise(
-        model: Annotated[str, typer.Argument(help="A model of the table, such as Llama-3.1-8B.")],
+        model: Annotated[str, typer.Argument(help="A model of the table, such as Llama-3.1-8B, or the path of a config.json.")],
         device: Annotated[str, typer.Argument(help="Hardware of the table, such as 'H100 SXM 80GB'.")],
         context: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 8192,
         concurrency: Annotated[int, typer.Option(help="Sequences at once.")] = 1,

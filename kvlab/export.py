@@ -200,8 +200,8 @@ def _placed(strategy: Strategy, engine: str, draft: _Draft) -> None:
         return
     else:
         return
-    draft.notes.append(
-        "blocks of prompts that are not being decoded wait there for the next request with their beginning; a running sequence stays on the GPU"
+    draft.missing.append(
+        f"{how} of a sequence that is being decoded: it stays on the GPU (nearest: blocks of prompts that nobody decodes wait there, as set)"
     )
 
 

@@ -167,6 +167,8 @@ def find(name: str) -> Geometry:
 
     Raises `ValueError`: no such name (it lists them), no config there, or none of a model with a cache.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"name={name!r} is no text (allowed: a name of the table, or the path of a config.json)")
     if "/" in name or os.sep in name:
         return _read(Path(name).expanduser())
     row = _table()[_data.pick(name, _table(), "model")]
@@ -184,7 +186,10 @@ def _read(path: Path) -> Geometry:
         ) from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds no fields (allowed: a model's config.json)")
-    return replace(Geometry.from_config(config, name=file.resolve().parent.name), source=str(file))
+    try:
+        return replace(Geometry.from_config(config, name=file.resolve().parent.name), source=str(file))
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 # --- bytes

@@ -74,15 +74,20 @@ class Lab:
         """Token ids, int64 ``[1, n]``. Raises ``ValueError`` for an empty text or one longer than the model's context."""
         if not isinstance(text, str) or not text:
             raise ValueError(f"prompt={text!r} is empty (allowed: 1 to {self.context} tokens of text)")
-        ids = self.tokenizer(text, return_tensors="pt", verbose=False).input_ids
+        ids = self.encode_long(text)
         if ids.shape[1] > self.context:
             raise ValueError(
                 f"the prompt has {ids.shape[1]} tokens, more than the model's context (allowed: 1 to {self.context} tokens)"
             )
-        return ids.to(self.device)
+        return ids
 
     def encode_long(self, text: str) -> Tensor:
         """As :meth:`encode`, for a text that may be longer than the model's context (to be read piece by piece)."""
+        half = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+        if half is not None:
+            raise ValueError(
+                f"prompt has half a character at {half}, {text[half]!r} (allowed: text that can be written as UTF-8)"
+            )
         return self.tokenizer(text, return_tensors="pt", verbose=False).input_ids.to(self.device)  # type: ignore[no-any-return]
 
     def prefill(self, ids: Tensor, cache: Cache, chunk: int = 0, progress: Progress | None = None) -> Tensor:

@@ -71,7 +71,7 @@ def test_rules_between_settings():
         keep.HeavyHitter(budget=16)
     with pytest.raises(ValueError, match="bits=5 is not one of 8, 4, 3, 2"):
         store.Int(bits=5)
-    with pytest.raises(ValueError, match="size=0 is out of range \\(allowed: 1 to 8192 tokens\\)"):
+    with pytest.raises(ValueError, match="size=0 is out of range \\(allowed: 1 to 1048576 tokens\\)"):
         keep.Window(size=0)
     with pytest.raises(ValueError, match="chunk=-1"):
         Strategy(chunk=-1)

@@ -40,7 +40,7 @@ class Quest(Keep):
     budget: Any = param(
         256,
         low=16,
-        high=8192,
+        high=1_048_576,
         step=16,
         unit="tokens",
         covers=True,

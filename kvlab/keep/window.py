@@ -23,7 +23,14 @@ class Window(Keep):
     paper = "StreamingLLM, arXiv 2309.17453"
 
     size: int = param(
-        256, low=1, high=8192, step=16, unit="tokens", covers=True, title="window", help="How many of the newest tokens stay."
+        256,
+        low=1,
+        high=1_048_576,
+        step=16,
+        unit="tokens",
+        covers=True,
+        title="window",
+        help="How many of the newest tokens stay.",
     )
     sinks: int = param(
         4, low=0, high=64, step=1, unit="tokens", help="How many of the first tokens stay. Without them a window falls apart."

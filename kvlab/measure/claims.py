@@ -50,7 +50,7 @@ def claims(rows: Iterable[Evidence] | None = None) -> list[Claimed]:
 def _beside(line: dict[str, str], rows: list[Evidence]) -> Claimed:
     said = (line["claim"], line["model"], line["source"], line["measured"])
     text = next((row for row in rows if row.task["task"] == "Text"), None)
-    asked = [row for row in rows if row.questions]
+    asked = [row for row in rows if row.questions and row.task["task"] in ("PassKeys", "TwoKeys")]
     if text is None:
         return Claimed(*said)
     recall = (

@@ -192,7 +192,7 @@ def selective(lab: Lab, say: Callable[[str], None], only: str = "") -> Iterator[
         "everything from disk": Strategy(place=place.Offload(to="disk")),
         "a quarter of the pages": Strategy(keep=keep.Quest(budget=0.25), place=place.Offload(to="disk")),
         "a quarter of the pages, 4 tokens each": Strategy(keep=keep.Quest(budget=0.25, page=4), place=place.Offload(to="disk")),
-        "a quarter of the pages, 4 tokens each, one layer read whole": Strategy(
+        "a quarter of the pages, 4 tokens each, one layer read whole, not two": Strategy(
             keep=keep.Quest(budget=0.25, page=4, dense=1), place=place.Offload(to="disk")
         ),
         "a quarter of the pages, 8 bits": Strategy(

@@ -170,9 +170,9 @@ class LiveLab(widgets.VBox):
 
     @property
     def row(self) -> Row:
-        """The table's line for this run. Raises `LookupError` before there is one."""
-        if "row" not in self.shown:
-            raise LookupError("nothing has been measured yet: wait() for the run, and look at error.value")
+        """The table's line for what the controls say. Raises `LookupError` until that has been measured, and where the run was cancelled or failed."""
+        if "row" not in self.shown or self.table.state != "fresh":
+            raise LookupError("this has not been measured yet: wait() for the run, and look at error.value")
         return self.shown["row"]
 
     def wait(self, timeout: float = 600) -> bool:

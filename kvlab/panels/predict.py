@@ -10,6 +10,7 @@ import datetime
 import html
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class Predict(widgets.VBox):
             options=[(self._words(one), one) for one in options], value=None, description="I predict", orientation="horizontal",
             layout={"width": "auto"}, style={"description_width": "initial"},
         )  # fmt: skip
-        self._told = widgets.HTML()
+        self._told, self._lost = widgets.HTML(), ""  # what is said; that it could not be written down
         title = widgets.HTML(f"<b>{html.escape(question, quote=False)}</b>")
         super().__init__([widgets.HTML(CSS), title, self._radio, self._told])
         self.add_class("kvlab-predict")
@@ -88,7 +89,7 @@ class Predict(widgets.VBox):
             self._write(answer)
         self._radio.disabled = True
         again = "" if self.choice is not None else " (Run this cell again to predict.)"
-        self._told.value = html.escape(self.line + again, quote=False)
+        self._told.value = html.escape(self.line + again, quote=False) + self._lost
         print(self.line)
 
     def _nearest(self, what: Any) -> float | str:
@@ -120,29 +121,35 @@ class Predict(widgets.VBox):
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._lost = ""
         except OSError as error:
-            self._told.value = f"<b>not kept: {html.escape(str(error), quote=False)}</b>"
+            self._lost = f"<br><b>not kept: {html.escape(str(error), quote=False)}</b>"
+        self._told.value = self._lost
 
     def __repr__(self) -> str:
         return f"{self.question}: {' / '.join(map(self._words, self.options))}? {self.line}".strip()
 
 
 def predictions(path: str | Path = FILE) -> pd.DataFrame:
-    """What was predicted and seen, the newest line of each question: columns question, predicted, seen, right, date.
+    """What was predicted and seen, of each question the newest line with what was seen, else the newest: columns question, predicted, seen, right, date.
 
-    Raises ``ValueError`` naming a line that is no prediction. Without a file the table is empty.
+    A line that is no prediction is left out, with a warning that names it. Without a file the table is empty.
     """
     newest: dict[str, dict[str, Any]] = {}
-    lines = Path(path).read_text(encoding="utf-8").splitlines() if Path(path).is_file() else []
+    lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines() if Path(path).is_file() else []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             predicted, seen, unit = row["predicted"], row["seen"], row["unit"]
             right = None if seen is None else seen == predicted
+            if seen is None and newest.get(row["question"], {}).get("seen"):
+                continue
             newest[row["question"]] = {
                 "question": row["question"], "predicted": f"{predicted} {unit}".strip(),
                 "seen": "" if seen is None else f"{seen} {unit}".strip(), "right": right, "date": row["date"],
             }  # fmt: skip
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path}: line {number} is no prediction: {error}") from error
+            warnings.warn(f"{path}: line {number} is no prediction and is left out: {error}", stacklevel=2)
     return pd.DataFrame(newest.values(), columns=["question", "predicted", "seen", "right", "date"])

@@ -128,11 +128,12 @@ class PrefixTree:
                 bisect.insort(node.order, own)
                 self.pool.share([held[number]])
                 self.pool.watch(held[number], self._changed)
+                child.times = 1
             elif child.block != held[number]:
                 self.pool.share([child.block])
                 self.pool.release([held[number]])
                 held[number] = child.block
-            self._met(child)
+            self._used(child)
             node = child
         return held
 
@@ -186,8 +187,13 @@ class PrefixTree:
         heapq.heappush(self._ready, (self._worth(node), next(self._order), node))
 
     def _met(self, node: Node) -> None:
+        """By another request that begins so."""
+        self._used(node)
+        node.times += 1
+
+    def _used(self, node: Node) -> None:
         self._clock += 1
-        node.used, node.times = self._clock, node.times + 1
+        node.used = self._clock
 
     def _leaf(self, node: Node) -> bool:
         return node.idle and not node.children

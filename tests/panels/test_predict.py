@@ -75,6 +75,23 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path) -> None:
 def test_a_broken_line_is_named(tmp_path) -> None:
     path = tmp_path / "p.jsonl"
     Predict("q", "a", "b", out=path).choice = "a"
-    path.write_text(path.read_text() + "[]\n")
-    with pytest.raises(ValueError, match="line 2 is no prediction"):
-        predictions(path)
+    path.write_bytes(path.read_bytes() + b"\n[]\n\xff\n")
+    with pytest.warns(UserWarning, match="line [34] is no prediction") as said:
+        table = predictions(path)
+    assert len(said) == 2 and list(table["predicted"]) == ["a"]  # the others are not lost
+
+
+def test_what_was_seen_stays_until_more_is_seen(tmp_path) -> None:
+    path = tmp_path / "p.jsonl"
+    made = Predict("q", "a", "b", out=path)
+    made.choice = "a"
+    made.seen("b")
+    Predict("q", "a", "b", out=path).choice = "b"  # chosen again, not run again
+    assert predictions(path).iloc[0][["predicted", "seen", "right"]].tolist() == ["a", "b", False]
+
+
+def test_it_says_that_it_was_not_kept(tmp_path) -> None:
+    made = Predict("q", "a", "b", out=tmp_path)  # a folder
+    made.choice = "a"
+    made.seen("a")
+    assert "Predicted a: right." in made._told.value and "not kept: " in made._told.value
