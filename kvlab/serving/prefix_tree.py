@@ -19,7 +19,7 @@ POLICIES = ("lru", "lfu")
 
 @dataclass(eq=False)
 class Node:
-    """``tokens`` of one block, which lies in ``block``. ``used``: when it was met last; ``times``: how often."""
+    """``tokens`` of one block, which lies in ``block``. ``used``: when it was met last; ``times``: how many requests began so."""
 
     tokens: tuple[int, ...]
     block: int

@@ -86,6 +86,18 @@ def test_tokens_confirm_what_a_hash_finds():
     assert tree.match([Alike(3), Alike(4), Alike(5)]).tokens == 0 and tree.match([Alike(1), Alike(2), Alike(5)]).tokens == 2
 
 
+def test_a_block_counts_who_began_so():
+    """Whoever brought it, and each that found it there; not again when that one's own blocks are remembered."""
+    pool = BlockPool(8, 2)
+    tree = PrefixTree(pool)
+    tree.insert([1, 2, 3, 4], pool.allocate(2))
+    for end in (5, 6):
+        found = tree.match([1, 2, end, end, end])
+        pool.share(found.blocks)
+        tree.insert([1, 2, end, end], [*found.blocks, *pool.allocate(1)])
+    assert {node.tokens: node.times for node in tree.nodes()} == {(1, 2): 3, (3, 4): 1, (5, 5): 1, (6, 6): 1}
+
+
 def test_what_is_known_takes_the_place_of_a_copy():
     pool = BlockPool(8, 2)
     tree = PrefixTree(pool)
