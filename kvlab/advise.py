@@ -17,6 +17,7 @@ from typing import Any
 from kvlab import _data, geometry, hardware
 from kvlab.geometry import Geometry
 from kvlab.hardware import Hardware
+from kvlab.keep.base import LONGEST
 from kvlab.measure import roofline
 from kvlab.measure.experiment import Evidence, recorded
 from kvlab.measure.memory import predict
@@ -213,7 +214,7 @@ def _candidates(shape: Geometry, workload: str, context: int) -> list[tuple[Stra
         else "what was evicted is gone"
     )
     turns = "; in later turns questions come that nobody saw coming" if workload == "multi-turn" else ""
-    budget = min(1_048_576, max(64, context // 5))  # a fifth, within what keeps take
+    budget = min(LONGEST, max(64, context // 5))  # a fifth, within what keeps take
     rows: list[tuple[Strategy, int, str]] = [
         (Strategy(), 0, ""),
         (Strategy(store=store.Fp8()), 1, "coarser than 8-bit integers away from zero"),

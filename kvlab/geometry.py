@@ -160,7 +160,6 @@ def names() -> list[str]:
     return list(_table())
 
 
-@cache
 def find(name: str) -> Geometry:
     """A model of the table; case and punctuation do not matter, a unique beginning is enough. Or your own: the path of its `config.json`, or of the folder
     that it lies in, with a "/" in it.
@@ -170,8 +169,13 @@ def find(name: str) -> Geometry:
     if not isinstance(name, str):
         raise ValueError(f"name={name!r} is no text (allowed: a name of the table, or the path of a config.json)")
     if "/" in name or os.sep in name:
-        return _read(Path(name).expanduser())
-    row = _table()[_data.pick(name, _table(), "model")]
+        return _read(Path(name).expanduser())  # anew each time: it may have been edited
+    return _known(_data.pick(name, _table(), "model"))
+
+
+@cache
+def _known(name: str) -> Geometry:
+    row = _table()[name]
     geometry = Geometry.from_config(row["config"], name=row["name"], parameters=row["parameters"])
     return replace(geometry, routed=row["routed"], source=row["source"])
 

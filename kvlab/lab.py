@@ -83,11 +83,13 @@ class Lab:
 
     def encode_long(self, text: str) -> Tensor:
         """As :meth:`encode`, for a text that may be longer than the model's context (to be read piece by piece)."""
-        half = next((at for at, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
-        if half is not None:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
             raise ValueError(
-                f"prompt has half a character at {half}, {text[half]!r} (allowed: text that can be written as UTF-8)"
-            )
+                f"prompt has half a character at {error.start}, {half!r} (allowed: text that can be written as UTF-8)"
+            ) from error
         return self.tokenizer(text, return_tensors="pt", verbose=False).input_ids.to(self.device)  # type: ignore[no-any-return]
 
     def prefill(self, ids: Tensor, cache: Cache, chunk: int = 0, progress: Progress | None = None) -> Tensor:

@@ -341,6 +341,11 @@ def test_find_reads_a_config_of_your_own(tmp_path) -> None:
     for path in (str(folder), f"{folder}/", str(folder / "config.json")):
         shape = geometry.find(path)
         assert shape.name == "mine" and geometry.bytes_per_token(shape) == 3 * 2 * (16 + 16) * 2
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6}))
+    assert geometry.bytes_per_token(geometry.find(str(folder))) == 6 * 2 * (16 + 16) * 2  # edited, and read again
+    for wrong in (None, [1]):
+        with pytest.raises(ValueError, match="is no text"):
+            geometry.find(wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

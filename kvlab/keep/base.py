@@ -15,6 +15,7 @@ from kvlab.buffer import Buffer
 from kvlab.rope import Rope
 from kvlab.strategy import Method, param
 
+LONGEST = 1_048_576  # tokens, of any budget or window
 PROTECTED = float("inf")
 
 
@@ -184,7 +185,7 @@ def budget(default: int = 256) -> int:
     return param(  # type: ignore[no-any-return]
         default,
         low=1,
-        high=1_048_576,
+        high=LONGEST,
         step=16,
         unit="tokens",
         covers=True,
@@ -238,7 +239,7 @@ def tokens_of(budget: int | float | str, room: Room, least: int, owner: str) -> 
 
 
 def recent(default: int = 64) -> int:
-    return param(default, low=0, high=1_048_576, step=16, unit="tokens", help="How many of the newest tokens are always kept.")  # type: ignore[no-any-return]
+    return param(default, low=0, high=LONGEST, step=16, unit="tokens", help="How many of the newest tokens are always kept.")  # type: ignore[no-any-return]
 
 
 def sinks(default: int = 4) -> int:

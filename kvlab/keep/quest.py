@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlab.buffer import Buffer
-from kvlab.keep.base import Keep, KeepState
+from kvlab.keep.base import LONGEST, Keep, KeepState
 from kvlab.rope import Rope
 from kvlab.strategy import param
 
@@ -40,7 +40,7 @@ class Quest(Keep):
     budget: Any = param(
         256,
         low=16,
-        high=1_048_576,
+        high=LONGEST,
         step=16,
         unit="tokens",
         covers=True,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvlab.keep.base import Held, Keep, Room
+from kvlab.keep.base import LONGEST, Held, Keep, Room
 from kvlab.strategy import param
 
 
@@ -25,7 +25,7 @@ class Window(Keep):
     size: int = param(
         256,
         low=1,
-        high=1_048_576,
+        high=LONGEST,
         step=16,
         unit="tokens",
         covers=True,

@@ -127,6 +127,7 @@ class Offloading(Bench):
         assert self._recorded is not None
         place, line = made.strategy.place, made.line
         self.shown |= {"strategy": made.strategy, "moved": made}
+        self.shown.pop("resident", None)  # that of another setting
         full = sum(2 * made.tokens * k.shape[1] * (k.shape[3] + v.shape[3]) for k, v in self._recorded.layers)
         emulated = 1e9 * getattr(place, "emulate", 0.0)
         predicted = {name: hardware.transfer_time(made.bytes, name) for name in LINKS}
